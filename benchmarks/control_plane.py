@@ -35,6 +35,7 @@ from starling.engines.processes.handshake import Handshake, Peers
 from starling.engines.processes.member import PLAN, agree_on_plan
 from starling.engines.processes.stalls import Waits
 from starling.engines.processes.tickets import ENDED, DoneNotes, Draws, StoreBoard
+from starling.events import Events
 from starling.launch.joiners import Changes
 from starling.launch.launcher import launch
 from starling.launch.link import Link
@@ -52,7 +53,6 @@ from starling.launch.messages import (
 )
 from starling.launch.rendezvous import find_membership, find_place
 from starling.launch.roster import Roster
-from starling.reporting.events import Events
 from starling.reporting.progress import Display
 from starling.timeouts import SEND_EVERY
 from starling.training.membership import Membership, MembershipChanged

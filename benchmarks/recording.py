@@ -11,8 +11,8 @@ from torch import nn
 
 import starling
 from benchmarks.measuring import Bar, Seconds, median_speed_up, milliseconds_of_both
+from starling.events import Stream
 from starling.experiment.record import events_in, segments
-from starling.reporting.events import Stream
 from starling.toy import regression
 
 GRADIENT: Seconds = 0.016

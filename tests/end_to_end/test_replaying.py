@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from starling.experiment.recorded import RACES
 from starling.strategies import STRATEGIES
+from starling.training.order import RACES
 
 SMALL = [
     "data.corpus.sets={train: 240, dev: 10, test: 10}",

@@ -1,13 +1,18 @@
 """Real learners that keep to a recorded order end with the recorded weights, bit for bit."""
 
 import dataclasses
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
 
 import starling
 from starling.budget import Budget
+from starling.engines.loop.run import LoopRecord
 from starling.errors import ConfigError, ReplayError
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.recorded import read_runs
@@ -17,7 +22,11 @@ from starling.training.faults import Kill
 from starling.training.job import Job
 from starling.training.order import Script
 from starling.training.speeds import Stragglers
+from tests.contract.problems import TinyRegression
+from tests.engines.drop_in_process import take_gradient
+from tests.engines.test_drop_in import command
 from tests.engines.test_replay import STRATEGIES, experiment, marked, slower, trained
+from tests.warm_start import run_learners
 
 __all__ = ["experiment"]
 
@@ -81,3 +90,51 @@ def test_what_cannot_be_followed_is_refused(tmp_path: Path) -> None:
     job, run = trained("dpsgd", tmp_path, [Kill(kill=1, at_step=2)])
     with pytest.raises(ConfigError, match="were lost or joined"):
         follow(job, run.folder, learners=3)
+
+
+LOOPS = ("adpsgd", "a2cid2", "ako", "dpsgd", "async-diloco", "parameter-server", "sgp")
+
+
+@pytest.mark.parametrize("strategy", marked(LOOPS, "adpsgd"))
+def test_a_joined_loop_is_repeated_to_the_bit(strategy: str, tmp_path: Path) -> None:
+    """In three loops of unequal lengths, which record, follow, and follow what the second one has recorded."""
+    case: dict[str, Any] = {"strategy": strategy}
+    if strategy not in ("dpsgd", "sgp"):
+        case["steps"] = {"0": 20, "1": 40}
+    records = [str(tmp_path / f"record-{number}") for number in range(3)]
+    options = [{"record": records[0]}, *({"record": now, "follow": before} for before, now in pairwise(records))]
+    cases = {f"run-{number}": case | {"options": each} for number, each in enumerate(options)}
+    run_learners(command(cases, tmp_path), 3, tmp_path, within=100.0)
+    for rank in range(3):
+        first, *others = (load_file(tmp_path / f"{name}-{rank}.safetensors")["weights"] for name in cases)
+        assert all(torch.equal(first, other) for other in others)
+        scripts = [LoopRecord(rank, None, Path(folder)).script for folder in records]
+        assert all(script is not None and len(script.states) > 4 for script in scripts)
+        assert len({str(script and (script.turns, script.states)) for script in scripts}) == 1
+
+
+def test_a_loop_that_computes_something_else_is_told(tmp_path: Path) -> None:
+    """With one learner: under allreduce, its weights after the first step differ."""
+
+    def loop(rate: float, **given: str) -> None:
+        model = TinyRegression().make_model()
+        with starling.join(model, torch.optim.SGD(model.parameters(), lr=rate), "allreduce", **given) as learner:
+            for number in range(4):
+                take_gradient(model, number)
+                learner.step()
+
+    record = str(tmp_path / "record")
+    loop(0.1, record=record)
+    loop(0.1, follow=record)
+    with pytest.raises(ReplayError, match="after 1 steps, its weights have the hash"):
+        loop(0.2, follow=record)
+    with pytest.raises(ConfigError, match="learners of hogwild race"):
+        starling.join(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters()), "hogwild", record=record)
+    with pytest.raises(ConfigError, match="choose another folder"):
+        loop(0.1, record=record, follow=record)
+    with pytest.raises(ConfigError, match=r"there is no .*learner-0.jsonl"):
+        loop(0.1, follow=str(tmp_path / "none"))
+    path = tmp_path / "record" / "learner-0.jsonl"
+    path.write_text(path.read_text(encoding="utf-8").replace('"step": 1', '"step": 7'), encoding="utf-8")
+    with pytest.raises(ReplayError, match="damaged"):
+        loop(0.1, follow=record)

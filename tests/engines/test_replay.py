@@ -21,11 +21,11 @@ from starling.engines.virtual.cluster import Cluster
 from starling.engines.virtual.engine import VirtualEngine
 from starling.engines.virtual.replay import Moment, ReplayEngine
 from starling.errors import CheckpointError, ConfigError, NonFiniteError, PeerLost, ReplayError
+from starling.events import Stream
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.recorded import read_runs
 from starling.experiment.replay import Watching, replay, replay_runs
 from starling.experiment.train import Trained
-from starling.reporting.events import Stream
 from starling.toy import regression
 from starling.training.faults import Join, Kill, NotFinite
 from starling.training.job import ClaimReport, Job, Observer

@@ -14,10 +14,10 @@ import pytest
 from rich.console import Console
 
 from starling.errors import PeerLost
+from starling.events import Events, Stream, read_events, read_stream
 from starling.launch.messages import LearnerMessage, Progress, Saved
 from starling.launch.roster import Roster
 from starling.reporting.epochs import Score
-from starling.reporting.events import Events, Stream, read_events, read_stream
 from starling.reporting.progress import Bars, Display
 from starling.training.membership import Membership
 from tests.report.steps import ended, progress_of, step

@@ -11,11 +11,11 @@ from torch.distributed import HashStore
 
 from starling.checkpoint.reader import latest, load
 from starling.errors import DataError
+from starling.events import read_stream
 from starling.experiment.claim import set_up_and_claim
 from starling.experiment.observers import Recorder, Skips
 from starling.experiment.record import audit, begin_record, begin_segment, read_seen, segments, start_of
 from starling.experiment.simulate import simulate_recipe
-from starling.reporting.events import read_stream
 from starling.speech.recipe import check_recipe, fingerprints
 from starling.speech.store import SpeechSet
 from starling.speech.task import SPEECH

@@ -32,6 +32,7 @@ from starling.configuration import checked
 from starling.engines.virtual.cluster import Cluster
 from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import ConfigError, NonFiniteError, StarlingError, Stopped, require
+from starling.events import read_events
 from starling.experiment.claim import describe_environment
 from starling.experiment.packing import refuse_if_importing
 from starling.experiment.record import read_timeline
@@ -42,7 +43,6 @@ from starling.files import writing
 from starling.launch.messages import Stretch
 from starling.recipe.file import Tree, apply_overrides, read_recipe
 from starling.reporting.epochs import SPENT, Tally, mean_staleness, merged, share
-from starling.reporting.events import read_events
 from starling.reporting.progress import Bars, Say, say_on
 from starling.training.job import EpochReport, Job, Observer, StepReport
 from starling.worker_processes import answer_of, worker_processes

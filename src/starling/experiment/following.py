@@ -18,6 +18,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from starling.errors import DataError, StarlingError
+from starling.events import VERSION, Events
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.record import batches_in, ends_of, read_skipped, segments
 from starling.experiment.running import learners_of
@@ -25,7 +26,6 @@ from starling.launch.messages import Status, encode_file
 from starling.launch.roster import LearnerRecord, LearnerState, Roster
 from starling.recipe.run import RunConfig
 from starling.reporting.epochs import SPENT, duration, merged, share
-from starling.reporting.events import VERSION, Events
 from starling.reporting.progress import Say, say_on
 from starling.reporting.stalls import Stalls
 from starling.timeouts import LOOK_EVERY

@@ -13,11 +13,11 @@ from starling.checkpoint.reader import Checkpoint
 from starling.checkpoint.state import LearnerState
 from starling.checkpoint.writer import BackgroundWriter, CheckpointWriter
 from starling.errors import DataError
+from starling.events import VERSION, Stream, Warn, once
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.record import COUNTS, read_skipped, segments
 from starling.launch.messages import LearnerMessage, ModelSaved, Progress, Saved, Stretch
 from starling.reporting.epochs import SPENT, Advice, Tally, epoch_line, progress_line
-from starling.reporting.events import VERSION, Stream, Warn, once
 from starling.reporting.metrics import Curves
 from starling.reporting.progress import Say
 from starling.training.job import ClaimReport, EpochReport, Observer, StepReport

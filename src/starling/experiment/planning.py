@@ -15,6 +15,7 @@ from rich.table import Table
 
 from starling.budget import Budget
 from starling.errors import ConfigError
+from starling.events import read_events
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.task import RecipeT, Task
 from starling.experiment.train import train_quietly
@@ -24,7 +25,6 @@ from starling.predict.measure import MEASURE, WARM_UP, Figures, bare, profile_of
 from starling.predict.plan import NO_PERIODIC, TIE, Forecast, Plan, plan, usual_strategies
 from starling.predict.predict import Arm, Machines, run
 from starling.recipe.run import RecipeConfig
-from starling.reporting.events import read_events
 from starling.reporting.progress import Say, say_on
 from starling.strategies.islands import NO_ISLANDS
 from starling.training.job import Job

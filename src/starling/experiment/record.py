@@ -37,12 +37,12 @@ from rich.table import Table
 from starling.checkpoint.files import read_manifest
 from starling.checkpoint.reader import latest
 from starling.errors import DataError, some
+from starling.events import Event, read_stream
 from starling.experiment.folder import ExperimentFolder, existing
 from starling.experiment.task import MiniBatches, task_of
 from starling.launch.messages import Stretch
 from starling.recipe.file import read_recipe
 from starling.reporting.epochs import SPENT
-from starling.reporting.events import Event, read_stream
 from starling.workload import Position, Ticket
 
 if TYPE_CHECKING:

@@ -16,11 +16,8 @@ from starling.experiment.record import events_in, segments
 from starling.recipe.run import RunConfig
 from starling.strategies.islands import NO_ISLANDS, Island
 from starling.training.job import Job
-from starling.training.order import ARITHMETIC, NO_BATCH, Script, arithmetic
+from starling.training.order import ARITHMETIC, NO_BATCH, RACES, Script, arithmetic
 from starling.training.succession import MembershipStart
-
-RACES = ("hogwild",)
-"""Strategies whose learners race for single numbers, so that no order of events determines their weights."""
 
 
 @dataclass(frozen=True)

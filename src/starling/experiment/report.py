@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from starling.errors import ConfigError, DataError, StarlingError, require
+from starling.events import Event, read_events
 from starling.experiment.folder import ExperimentFolder, existing
 from starling.experiment.record import read_timeline
 from starling.experiment.task import task_of
@@ -22,7 +23,6 @@ from starling.files import replace_file
 from starling.launch.messages import Status, Stretch, decode_file
 from starling.recipe.file import Tree, read_recipe
 from starling.reporting.epochs import merged
-from starling.reporting.events import Event, read_events
 from starling.reporting.evidence import CurvePoint, Evidence, ScoredSet, Section, is_number, newest
 from starling.strategies import STRATEGIES
 

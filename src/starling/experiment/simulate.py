@@ -14,6 +14,7 @@ from starling.consensus import consensus
 from starling.engines.virtual.cluster import Cluster
 from starling.engines.virtual.engine import Outcome, VirtualEngine
 from starling.errors import Stopped
+from starling.events import Events
 from starling.experiment.auto import kept, settled, simulated_choice
 from starling.experiment.claim import resolve_resume, set_up_and_claim
 from starling.experiment.folder import ExperimentFolder
@@ -26,7 +27,6 @@ from starling.launch.messages import Progress
 from starling.launch.process import on_stop_signal, signal_name
 from starling.launch.roster import Roster
 from starling.reporting.epochs import duration
-from starling.reporting.events import Events
 from starling.reporting.progress import Bars, Display, Say, say_on
 from starling.training.flat import fill
 from starling.training.job import Job, Observer, StepReport

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -23,6 +24,7 @@ from torch.utils.data.distributed import DistributedSampler
 from starling.configuration import Config, checked, owners
 from starling.engines.loop.joined import JoinedLearner
 from starling.engines.loop.replica import OptimizerList, as_one, members_of, parameters_of
+from starling.engines.loop.run import LoopRecord
 from starling.engines.processes.handshake import Peers
 from starling.engines.processes.place import Place
 from starling.errors import ConfigError
@@ -30,6 +32,7 @@ from starling.launch.rendezvous import find_place, is_learner, number_of_learner
 from starling.strategies import Strategy, find_strategy
 from starling.timeouts import CONNECT
 from starling.training.flat import trainable
+from starling.training.order import RACES
 
 if TYPE_CHECKING:
     from starling.launch.coordinator import CoordinatorFeed
@@ -44,6 +47,8 @@ def join(
     timeout_seconds: float = 600.0,
     most_not_finite: int = 10,
     on_loss: Literal["stop", "continue"] = "stop",
+    record: Path | str | None = None,
+    follow: Path | str | None = None,
     **options: Any,
 ) -> JoinedLearner:
     """Let your own PyTorch loop train `model` together with the other processes that `torchrun` started.
@@ -64,12 +69,17 @@ def join(
         most_not_finite: How many successive gradients that are not finite end the run. They make no optimizer step.
         on_loss: What the other learners do when one is lost: `stop` with an error that names it, or `continue` without
             it. With `continue`, a restarted process, or another with a RANK of its own, joins the run.
+        record: A folder in which the learners record the order of their events; what it had of an earlier run is
+            replaced.
+        follow: A folder with the record of such a run. The learners keep to its order, so that a loop that computes the
+            same gradients ends with the same weights, bit for bit.
         options: The strategy's options, such as `pattern="pairs"`.
 
     Raises:
         ConfigError: The strategy, its options, the model or the optimizer cannot be used.
         ProtocolError: Learners differ in configuration, model or version.
         PeerLost: Another learner did not come.
+        ReplayError: The record to `follow` is damaged, or the learners end with other weights.
     """
     check_loop(model, joined := as_one(optimizer))
     chosen = strategy if isinstance(strategy, Strategy) else find_strategy(strategy)
@@ -93,7 +103,12 @@ def join(
     chosen.validate(own, place.world)
     is_in_step = chosen.sync_groups(own, place.world).size == place.world
     check_modules(model, chosen.name, is_in_step)
-    return JoinedLearner(root, model, joined, chosen, own, seed, most_not_finite)
+    kept = None
+    if record is not None or follow is not None:
+        if chosen.name in RACES:
+            raise ConfigError(f"record, follow: learners of {chosen.name} race for single numbers, in no order")
+        kept = LoopRecord(place.rank, *(None if each is None else Path(each) for each in (record, follow)))
+    return JoinedLearner(root, model, joined, chosen, own, seed, most_not_finite, kept)
 
 
 def _check(

@@ -12,9 +12,9 @@ from typing import Literal, TypeGuard
 
 import numpy as np
 
+from starling.events import Event
 from starling.launch.messages import Stretch
 from starling.reporting.epochs import SPENT, merged
-from starling.reporting.events import Event
 
 Seconds = float
 Section = Literal["training", "validation", "timeline", "staleness", "consensus", "scores", "audio", "events"]

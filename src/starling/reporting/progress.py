@@ -13,10 +13,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
 from rich.progress import Progress as ProgressBars
 from rich.table import Table
 
+from starling.events import Events
 from starling.launch.messages import LearnerMessage, Progress, Said, Saved
 from starling.launch.roster import Roster
 from starling.reporting.epochs import Advice, Score, duration, ended_epochs, merged, share, time_left
-from starling.reporting.events import Events
 from starling.timeouts import DRAW_EVERY, SCORE_WAIT, SCREEN_EVERY
 
 Say = Callable[[str], None]

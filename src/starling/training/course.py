@@ -80,6 +80,8 @@ class CourseLearner(ReplicaLearner):
         self.num_done = 0  # claims of this learner
         self.newest_claim: Sequence[Loaded] = ()  # the claimed tickets with their mini-batches
         self.unused: frozenset[int] = frozenset()  # the numbers of the parameters that the newest gradient left out
+        self.recorded = None if life.script is None else life.script.claimed(tickets)
+        """The portions that the learner claims if it keeps to a record, each with the training time of its claim."""
         self._observer = observer
         if observer.records:
             tell = partial(observer.on_event, life.name, "turns")
@@ -261,6 +263,9 @@ class CourseLearner(ReplicaLearner):
         budget depends on time."""
         if self.job.budget.minutes is None:
             return None
+        if self.recorded is not None:
+            number = self.statistics.num_claimed
+            return self.recorded[number][1] if number < len(self.recorded) else None
         return self._minutes_before + self.batches.agreed_seconds(self.statistics.num_claimed) / 60.0
 
     def begin_gradient(self) -> Sequence[Loaded]:

@@ -33,6 +33,8 @@ from starling.workload import Ticket
 FOREGROUND, BACKGROUND, ROUND, NO_ROUND, NO_BATCH, LEFT = "f", "b", "r", "e", "x", "l"
 ARITHMETIC = ("torch", "threads", "processor", "device")
 """What the bits of a gradient depend on, beside weights, mini-batch and model."""
+RACES = ("hogwild",)
+"""Strategies whose learners race for single numbers, so that no order of events determines their weights."""
 LOOK_SECONDS = 0.1
 """Longest wait for a turn after which a thread looks whether its learner has failed."""
 _TURN = re.compile(r"[fb][0-9]*|[rex]|l[0-9]+,[0-9]+,[0-9]+")

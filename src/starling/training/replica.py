@@ -85,9 +85,9 @@ class Replica:
         self.order: Order = FREE
         """The order in which the learner's activities use the weights."""
 
-    def _in_turn(self) -> AbstractContextManager[None]:
+    def _in_turn(self) -> AbstractContextManager[object]:
         """A context in which the calling activity alone uses the weights, in its turn."""
-        return in_turn(self.order, [self._lock])
+        return self._lock if self.order is FREE else in_turn(self.order, [self._lock])
 
     def step(self, gradient: Tensor, learning_rate_factor: float) -> bool:
         """Clip `gradient` `[P]`, set the learning rate and make an optimizer step.

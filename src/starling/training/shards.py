@@ -186,6 +186,11 @@ class HeldShard(Shard):
         with self._in_turn():
             return self.weights.clone()
 
+    def seen(self) -> Tensor:
+        """A copy of the weights for another thread than the learner's activities, whatever the turn."""
+        with self.lock:
+            return self.weights.clone()
+
     def state(self) -> ShardState:
         """A copy of the shard's weights and optimizer state, for a checkpoint."""
         with self._in_turn():

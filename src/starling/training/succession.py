@@ -32,6 +32,7 @@ from starling.errors import ConfigError, PeerLost
 from starling.training.faults import Kill, NotFinite, Pause, faults_of
 from starling.training.job import Job, Statistics
 from starling.training.membership import Membership
+from starling.training.order import Script
 from starling.training.replica import Replica
 from starling.training.speeds import Delays, shares_for
 from starling.training.tickets import DoneTickets, SyncGroupTickets, position_after
@@ -65,6 +66,8 @@ class Life:
     """Injected faults at each of the learner's mini-batches."""
     state: LearnerState | None = None
     """State of the learner at the end of the last membership, or from a checkpoint; None if it has none yet."""
+    script: Script | None = None
+    """What the record that the learner keeps to has of it."""
     past: Past = field(default_factory=Past)
     statistics: Statistics = field(default_factory=Statistics)
 

@@ -25,7 +25,7 @@ from starling.configuration import Config
 from starling.engines.loop.learner import LoopLearner
 from starling.engines.loop.life import LoopLife
 from starling.engines.loop.replica import LoopReplica, describe, members_of, parameters_of
-from starling.engines.loop.run import LoopRun
+from starling.engines.loop.run import LoopRecord, LoopRun
 from starling.engines.processes.handshake import Handshake, Peers
 from starling.engines.processes.threads import end_now
 from starling.errors import ConfigError, FinishedApart, ProtocolError
@@ -83,6 +83,7 @@ class JoinedLearner(AbstractContextManager["JoinedLearner"]):
         options: Config,
         seed: int,
         most_not_finite: int,
+        record: LoopRecord | None = None,
     ) -> None:
         """Connect to the learners of the run, `root`. Raises the errors listed at `starling.join`."""
         place, survives = root.place, root.feed.is_watched
@@ -107,7 +108,7 @@ class JoinedLearner(AbstractContextManager["JoinedLearner"]):
         )
         self._is_closed = self._has_warned = False
         self._consensus_distance: float | None = None
-        self._run = LoopRun(strategy, options, replica, seed, most_not_finite)
+        self._run = LoopRun(strategy, options, replica, seed, most_not_finite, record)
         self._life = LoopLife(root, self._run, handshake)
         replica.adopted.leave()
         self.learner_id = place.rank

@@ -59,9 +59,14 @@ class LoopLearner(ConnectedLearner):
         sync_groups = run.strategy.sync_groups(run.options, peers.world)
         super().__init__(peers, sync_groups, run.replica, run.seed, run.statistics, has_other_threads=peers.world > 1)
         self.own_shards = HeldShards(self, _set_rates)
+        if (record := run.record) is not None:
+            self.replica.order = self.order_of(record.script, lambda turns: record.tell("turns", turns=turns))
         try:
             self._listener = self._new_listener() if self.world > 1 else None
             self._continue(plan)
+            if run.record is not None:
+                run.record.begin(plan, peers.membership.number, peers.membership.members, run.replica.weights)
+                run.record.state(run.num_steps, run.replica.weights)
         except BaseException:
             super().leave()
             raise
@@ -171,6 +176,8 @@ class LoopLearner(ConnectedLearner):
         elif run.gradient == "alone":
             self.replica.step(self.replica.next_gradient(), 1.0)
         run.num_steps += 1
+        if run.record is not None and run.num_steps.bit_count() == 1:  # ever more rarely, because a hash takes time
+            run.record.state(run.num_steps, self.replica.snapshot())
         run.gradient = "none"  # last, because other threads take it for the end of the step
         if listener is not None and (listener.finished or listener.ended):  # who wait for this heartbeat
             with self.naming_the_lost("step()"):
@@ -246,6 +253,7 @@ class LoopLearner(ConnectedLearner):
             if listener is not None and len(self.sync_group) > 1:
                 self._meet_all("ended", lambda: self._make_up(listener), [run.num_steps, self._lead])
             self._is_ending = True
+            self.order.ended()
             self.warn_of_few_rounds()
             with self.naming_the_lost("its last step"):
                 self.rounds.finish()
@@ -256,6 +264,9 @@ class LoopLearner(ConnectedLearner):
                 while inspect.getcoroutinestate(self._coroutine) == inspect.CORO_SUSPENDED:
                     self._coroutine.send(None)
             self.join_background()
+            self.order.flush()
+            if run.record is not None:
+                run.record.state(run.num_steps, self.replica.weights)
             self._meet_all("settled", word=int(is_final_wanted))
             agreed = None if listener is None else self.release.wait(listener.final)
             self.replica.refresh_loop()
@@ -418,7 +429,7 @@ class LoopLearner(ConnectedLearner):
         if is_served and self.world > 1:  # the servers hold the model: each learner contributes only its shards
             contribution[:num_weights] = 0.0
         for shard in self.own_shards.held:
-            contribution[shard.piece] = shard.copy() * (self.world if is_served else 1)
+            contribution[shard.piece] = shard.seen() * (self.world if is_served else 1)
         return contribution, own
 
     def _closing_barrier(self) -> None:

@@ -89,6 +89,8 @@ class LoopLife:
                 self.learner.peers.part()
             self._feed.leave(None)
             self._stack.close()
+            if self._run.record is not None:
+                self._run.record.close()
 
     def abandon(self, error: BaseException | None) -> None:
         """Leave without the others: they are notified. Connections stay open, because threads may be waiting in

@@ -148,7 +148,7 @@ class LoopReplica(Replica):
         if not are_finite(own):
             self.refresh_loop()
             return False
-        with self._lock:
+        with self._in_turn():
             if not is_own:
                 self._give_to_parameters(gradient)
             self.loop.copy_(self.weights)  # which does nothing if they are the same
@@ -234,7 +234,7 @@ class LoopReplica(Replica):
         if (change := self.adopted.change()) is None:
             return
         if self._refuses_changes is None:
-            with self._lock:  # in delta form, which keeps concurrent changes of the background
+            with self._in_turn():  # in delta form, which keeps concurrent changes of the background
                 self.weights.add_(change)
         elif not bool(torch.linalg.vector_norm(change) <= _ROUNDING * torch.linalg.vector_norm(self.loop)):
             changes = zip(self.adopted.names, split(change, self.parameters), strict=True)
@@ -250,7 +250,7 @@ class LoopReplica(Replica):
 
     def refresh_loop(self, at: Tensor | None = None) -> None:
         """Copy the current weights, or `at` `[P]`, to the weights at which the loop computes."""
-        with self._lock:
+        with self._in_turn():
             self.loop.copy_(self.weights if at is None else at)
             self.loop_version = self.version
 

@@ -1,15 +1,22 @@
-"""The state of a loop's learner that outlives a membership, and how the learners of a membership begin."""
+"""The state of a loop's learner that outlives a membership, how the learners of a membership begin, and the record of
+the order of a loop's events."""
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeVar
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from torch import Tensor
 
 from starling.checkpoint.state import counted
 from starling.configuration import Config
 from starling.engines.loop.replica import Consensus, LoopReplica
+from starling.errors import ConfigError, ReplayError, some
+from starling.events import Stream, read_stream
 from starling.strategies import Strategy
 from starling.training.job import Statistics
+from starling.training.order import ARITHMETIC, NO_BATCH, Script, arithmetic, sha256_of
 
 Result = TypeVar("Result")
 
@@ -40,12 +47,100 @@ class LoopPlan:
     """Number of steps of the run after which each learner continues."""
 
 
+class LoopRecord:
+    """The order of a loop's events: recorded in one folder, taken from another one, or both."""
+
+    def __init__(self, learner: int, folder: Path | None, follow: Path | None) -> None:
+        """Read what `follow` has of the learner. Raises ConfigError if it has nothing, ReplayError if it is damaged."""
+        self._learner, self._num_states, self._begun = learner, 0, False
+        self._stream: Stream | None = None
+        if folder is not None:
+            if follow is not None and folder.resolve() == follow.resolve():
+                raise ConfigError(f"record: {folder} is the record that is followed; choose another folder")
+            folder.mkdir(parents=True, exist_ok=True)
+            path = self._path(folder)
+            path.unlink(missing_ok=True)
+            self._stream = Stream(path)
+        self.script: Script | None = None
+        """What the record that is followed has of this learner."""
+        if follow is not None:
+            self.script = self._read(self._path(follow))
+
+    def begin(self, plan: LoopPlan, number: int, members: Sequence[int], weights: Tensor) -> None:
+        """Note the membership that begins. Raises ReplayError if the record that is followed has another one, or was
+        made where other bits are computed."""
+        here = arithmetic(weights.device)
+        if (script := self.script) is not None:
+            if self._begun or tuple(members) != tuple(script.members):
+                raise ReplayError(
+                    f"learner {self._learner}: the record has the learners {some(script.members)}, and here are "
+                    f"{some(members)}; only a run that loses no learner, and that none joins, can be followed"
+                )
+            for name in ARITHMETIC:
+                if script.arithmetic[name] != here[name]:
+                    raise ReplayError(
+                        f"learner {self._learner} was recorded with {name} {script.arithmetic[name]}, but it is "
+                        f"{here[name]} here, where other bits are computed"
+                    )
+        self._begun = True
+        self.tell("membership", number=number, members=members, plan=asdict(plan), saves=False, **here)
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        """Record an event."""
+        if self._stream is not None:
+            self._stream.append(kind, **fields)
+
+    def state(self, step: int, weights: Tensor) -> None:
+        """Record the hash of the weights `[P]` after a step. Raises ReplayError if the record that is followed has
+        another one."""
+        found = step, sha256_of(weights)
+        self.tell("state", step=step, sha256=found[1])
+        states, number = () if self.script is None else self.script.states, self._num_states
+        self._num_states += 1
+        if number < len(states) and states[number] != found:
+            raise ReplayError(
+                f"learner {self._learner}: after {step} steps, its weights have the hash {found[1][:12]}, but those of "
+                f"the record have {states[number][1][:12]} after {states[number][0]}; the loop computes something else"
+            )
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._stream is not None:
+            self._stream.close()
+
+    def _path(self, folder: Path) -> Path:
+        return folder / f"learner-{self._learner}.jsonl"
+
+    def _read(self, path: Path) -> Script:
+        script, num_memberships = Script(self._learner), 0
+        if not path.is_file():
+            raise ConfigError(f"follow: there is no {path}; give the folder that a joined loop had as `record`")
+        for number, event in read_stream(path):
+            try:
+                if event is None:
+                    raise ValueError("not an event, or not as it was written")
+                script.add(event)
+            except (KeyError, TypeError, ValueError) as error:
+                raise ReplayError(f"{path}:{number}: damaged: {error}") from None
+            num_memberships += event["kind"] == "membership"
+        if num_memberships != 1 or NO_BATCH not in script.turns:
+            raise ReplayError(f"{path}: its loop lost learners, or did not end; such a record cannot be followed")
+        return script
+
+
 class LoopRun:
     """One loop's part in a run, across memberships: what it trains and how, and its progress."""
 
     def __init__(
-        self, strategy: Strategy, options: Config, replica: LoopReplica, seed: int, most_not_finite: int
+        self,
+        strategy: Strategy,
+        options: Config,
+        replica: LoopReplica,
+        seed: int,
+        most_not_finite: int,
+        record: LoopRecord | None = None,
     ) -> None:
+        self.record = record
         self.strategy, self.options, self.replica, self.seed = strategy, options, replica, seed
         self.statistics = Statistics()
         self.has_state = False

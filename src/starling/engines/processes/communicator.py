@@ -41,6 +41,7 @@ from starling.strategies import SyncGroups
 from starling.timeouts import CAUSE
 from starling.training.job import Statistics
 from starling.training.membership import MembershipChanged
+from starling.training.order import FollowedOrder, Order, RecordedOrder, Script, Turns
 from starling.training.replica import Replica, ReplicaLearner
 from starling.training.shards import HeldShards, host_copy
 from starling.training.streams import beside_this_thread, synchronize
@@ -52,6 +53,9 @@ LONGEST_LEAVE_SECONDS = 10.0
 A_MEAN = "a mean"
 MEAN_OF_GRADIENT = "the mean of a gradient"
 _PATIENCE = "; increase timeout_seconds if the learners are only slow"
+
+
+A_TURN = "its recorded turn"
 
 
 class _Lane(NamedTuple):
@@ -124,6 +128,17 @@ class ConnectedLearner(ReplicaLearner):
         self._reducing_group = self._lanes[0].device_group
         if not self._by_nccl and self.reduces_in_backward and not is_whole:
             self._reducing_group = self._new_group("gloo")
+
+    def order_of(self, script: Script | None, tell: Callable[[str], None]) -> Order:
+        """The order of the learner's activities, whose turns it tells: free, or that of a record."""
+        if script is None:
+            return RecordedOrder(lambda: self.is_behind, tell)
+
+        def wait_until(has_come: Callable[[], bool]) -> None:
+            with self.naming_the_lost(A_TURN), self._waiting(A_TURN):
+                self.peers.await_done(has_come, "another activity has not taken its turn")
+
+        return FollowedOrder(lambda: self.is_behind, tell, Turns(script.learner, script.turns), wait_until)
 
     @property
     def is_behind(self) -> bool:

@@ -30,14 +30,13 @@ from starling.training.faults import Fault, Pause, kill_this_process, stop_this_
 from starling.training.flat import Model, load_buffers
 from starling.training.job import Job, Observer
 from starling.training.loading import Loaded, Loader, Lookahead
-from starling.training.order import FollowedOrder, Order, Script, Turns, sha256_of
+from starling.training.order import Order, sha256_of
 from starling.training.replica import Replica, changed_beneath
 from starling.training.speeds import Stragglers
 from starling.training.succession import CutAgreement, Life, RecordedCuts
 from starling.training.tickets import SyncGroupTickets
 from starling.workload import Position, Ticket
 
-A_TURN = "its recorded turn"
 KEPT_TIMES = 1 << 16
 """Number of a sync group's claims whose time stays in the store: learners that agree every H steps are up to H claims
 apart."""
@@ -60,9 +59,8 @@ class ProcessLearner(ConnectedLearner, CourseLearner):
         loader: Loader,
         observer: Observer,
         save_requests: SaveRequests | None = None,
-        script: Script | None = None,
     ) -> None:
-        self._script, self._num_states = script, 0
+        script, self._num_states = life.script, 0
         part = self._part = flat if isinstance(flat, IslandModel) else None
         start, weights, make_optimizer = life.state, flat.weights, job.make_optimizer
         if start is not None:
@@ -98,7 +96,7 @@ class ProcessLearner(ConnectedLearner, CourseLearner):
         CourseLearner.__init__(self, job, peers.rank, peers.world, life, tickets, observer)
         for portion, stops in () if script is None else script.barriers:
             self._add_barrier(portion, stops)
-        self.batches = ProcessBatches(self, loader, self._barrier, script)
+        self.batches = ProcessBatches(self, loader, self._barrier)
 
     def drive(self) -> LearnerState:
         """Run the strategy to its end; returns this learner's final state."""
@@ -136,11 +134,6 @@ class ProcessLearner(ConnectedLearner, CourseLearner):
 
     def named_buffers(self) -> dict[str, Tensor]:
         return dict(self._flat.model.named_buffers())
-
-    def minutes_of_claim(self) -> float | None:
-        if self._script is None:
-            return super().minutes_of_claim()
-        return self.batches.recorded_minutes(self.statistics.num_claimed)
 
     def suffer(self, fault: Fault) -> None:
         if isinstance(fault, Pause):
@@ -236,24 +229,16 @@ class ProcessLearner(ConnectedLearner, CourseLearner):
             return number if self._part is None else self._part.island.sum(number)
 
     def _make_order(self, tell: Callable[[str], None]) -> Order:
-        if self._script is None:
-            return super()._make_order(tell)
-
-        def wait_until(has_come: Callable[[], bool]) -> None:
-            with self.naming_the_lost(A_TURN), self._waiting(A_TURN):
-                self.peers.await_done(has_come, "another activity has not taken its turn")
-
-        turns = Turns(self.life.name, self._script.turns)
-        return FollowedOrder(lambda: self.is_behind, tell, turns, wait_until)
+        return self.order_of(self.life.script, tell)
 
     def _record_weights(self, position: Position, weights: Tensor) -> None:
         """Record the hash of weights. Raises ReplayError if they are not those of the record that the learner keeps
         to."""
         super()._record_weights(position, weights)
-        if self._script is None:
+        if self.life.script is None:
             return
         number, self._num_states = self._num_states, self._num_states + 1
-        found, states = (position.num_done, sha256_of(weights)), self._script.states
+        found, states = (position.num_done, sha256_of(weights)), self.life.script.states
         if number < len(states) and found != states[number]:
             raise ReplayError(
                 f"learner {self.life.name}: its state number {number + 1}, after {found[0]} steps, has the hash "
@@ -279,15 +264,11 @@ class ProcessBatches:
     processes prepare mini-batches ahead. Unless all learners have one model, the store records which tickets are
     done."""
 
-    def __init__(
-        self, learner: "ProcessLearner", loader: Loader, barrier: CheckpointBarrier, script: Script | None
-    ) -> None:
+    def __init__(self, learner: "ProcessLearner", loader: Loader, barrier: CheckpointBarrier) -> None:
         job, peers, num_workers = learner.job, learner.peers, learner.job.sync_groups(learner.peers.world).num_workers
         self._learner, self._peers, self._tickets, self._barrier = learner, peers, learner.tickets, barrier
         self._is_whole = len(learner.claimers) == peers.world
-        claimed = [] if script is None else script.claimed(learner.tickets)
-        self._given = None if script is None else [number for number, _ in claimed]
-        self._minutes = [minutes for _, minutes in claimed]
+        self._given = None if learner.recorded is None else [number for number, _ in learner.recorded]
         self._member = peers.rank - learner.claimers.start
         per_batch = job.island.tensor
         self._part = (learner.life.name if per_batch == 1 else peers.rank // per_batch) % job.workload.num_parts
@@ -331,10 +312,6 @@ class ProcessBatches:
         with self._learner.naming_the_lost(what):
             self._peers.await_keys([key(claim)], what, [first])
             return float(store.get(key(claim)))
-
-    def recorded_minutes(self, claim: int) -> float | None:
-        """The training time of a claim, if learners keep to a record that has it."""
-        return self._minutes[claim] if claim < len(self._minutes) else None
 
     def reach(self, portion: int) -> None:
         """Wait until it is known whether there is a checkpoint barrier before `portion`."""

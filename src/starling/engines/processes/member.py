@@ -83,11 +83,11 @@ def run_learner(
         PeerLost: A learner is lost, or does not respond within `timeout_seconds`, and the run cannot continue.
     """
     feed = membership or MembershipFeed(place.rank, Membership(0, tuple(range(place.world))))
-    life = Life.begin(job, feed.name, feed.is_new, state=start)
+    life = Life.begin(job, feed.name, feed.is_new, state=start, script=script)
     root, changes = Peers(place, timeout_seconds, waits or Waits(), feed), changes or MembershipObserver()
     with Loader(job.workload, job.num_workers, ignores_signals=save_requests is not None) as loader:
         check_island(job.island, device)
-        return _Member(job, root, device, digest, observer, loader, changes, save_requests, life, script).run()
+        return _Member(job, root, device, digest, observer, loader, changes, save_requests, life).run()
 
 
 def warm_up(job: Job, flat: FlatModel | None) -> None:
@@ -115,7 +115,6 @@ class _Member:
     changes: MembershipObserver
     save_requests: SaveRequests | None
     life: Life
-    script: Script | None
     learner: ProcessLearner | None = None
     is_connected: bool = False
     """Whether this learner has connected to others, so that its threads may be waiting for them."""
@@ -142,7 +141,7 @@ class _Member:
                 try:
                     return self._be_in(membership)
                 except LOSSES:
-                    if self.script is not None or (change := self.feed.beyond(membership, REGROUP)) is None:
+                    if self.life.script is not None or (change := self.feed.beyond(membership, REGROUP)) is None:
                         raise
                 if self.learner is not None:
                     self.learner.leave()
@@ -170,7 +169,7 @@ class _Member:
             self._begin_state(peers, plan, flat)
             life, shares, requests = self.life, plan.shares, self.save_requests
             learner = self.learner = ProcessLearner(
-                self.job, peers, flat, life, shares, self.loader, self.observer, requests, self.script
+                self.job, peers, flat, life, shares, self.loader, self.observer, requests
             )
             learner.record_membership(membership, plan)
             self._check_weights(peers, learner)

@@ -172,8 +172,7 @@ class ReplayedLearner(VirtualLearner):
         self._greenlets: dict[int, greenlet] = {}
         self._begun: set[int] = set()
         super().__init__(membership, rank, observer, start)
-        claims = dict(script.claimed(self.tickets))
-        self.portions, self._minutes_of = list(claims), list(claims.values())
+        self.recorded = script.claimed(self.tickets)
         self.given = self.replica.order = GivenOrder(self, script.turns)
         for portion, stops in script.barriers:
             if stops:
@@ -191,10 +190,6 @@ class ReplayedLearner(VirtualLearner):
     def report_step(self, loss: float) -> None:
         super().report_step(loss)
         self.watch(self, loss)
-
-    def minutes_of_claim(self) -> float | None:
-        number = self.statistics.num_claimed
-        return self._minutes_of[number] if number < len(self._minutes_of) else None
 
     def pass_last_barriers(self) -> None:
         """Pass the barriers that are recorded, although the claim behind them is not: the learner was killed before
@@ -310,10 +305,11 @@ class _RecordedBatches(VirtualBatches):
         self._learner, self._membership = learner, shared
 
     def next(self, claim: int) -> Sequence[Loaded] | None:
-        portions = self._learner.portions
-        if claim < len(portions):
-            self._membership.num_drawn = max(self._membership.num_drawn, portions[claim] + 1)
-            return self.load(portions[claim])
+        claims = self._learner.recorded or []
+        if claim < len(claims):
+            number, _ = claims[claim]
+            self._membership.num_drawn = max(self._membership.num_drawn, number + 1)
+            return self.load(number)
         self._learner.pass_last_barriers()
         return None  # the learner then waits for the turn in which it got no more
 

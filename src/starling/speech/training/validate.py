@@ -28,11 +28,11 @@ from starling.budget import Progress as Spent
 from starling.checkpoint.files import Manifest, partial_folder, publish, read_manifest, remove, write_json
 from starling.checkpoint.reader import Checkpoint, latest
 from starling.errors import DataError, StarlingError
+from starling.events import read_events
 from starling.experiment.folder import SCORE, ExperimentFolder, best_model
 from starling.experiment.task import Scoring
 from starling.launch.messages import LearnerMessage, ModelSaved, Saved
 from starling.reporting.epochs import Score, duration
-from starling.reporting.events import read_events
 from starling.reporting.metrics import Curves
 from starling.reporting.progress import Say
 from starling.speech.features import attempt
