@@ -158,6 +158,12 @@ def replay(
     curves: Annotated[
         bool, typer.Option("--curves", help="Write TensorBoard curves with a point per gradient.")
     ] = False,
+    watch: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=EXPRESSION", help="One more figure for --until and --curves, such as largest=g.abs().max()."
+        ),
+    ] = None,
     what_if: Annotated[
         list[str] | None, typer.Option(help="Then replay with another setting, such as optimizer.lr=1e-3.")
     ] = None,
@@ -173,8 +179,8 @@ def replay(
 
     if until is not None and what_if:
         raise ConfigError("--what-if compares whole runs; leave out --until")
-    is_watched = until is not None or learner is not None or curves
-    watching = Watching(until, learner, curves) if is_watched else None
+    is_watched = until is not None or learner is not None or curves or watch
+    watching = Watching(until, learner, curves, watch or ()) if is_watched else None
     replay_recipe(experiment, checkpoint, watching, what_if or (), Console())
 
 

@@ -268,6 +268,36 @@ def test_conditions(until: str, number: int, experiment: tuple[Job, Path]) -> No
     assert max(each.number for each in watching.newest.values()) == number
 
 
+def test_an_expression_is_one_more_figure(experiment: tuple[Job, Path]) -> None:
+    """As in `--watch largest=...`: it can stop a replay, and sees the gradient, the weights and their mean."""
+    job, folder = experiment
+    expressions = ["largest=g.abs().max()", "apart = float(torch.linalg.vector_norm(w - mean)) - distance"]
+    watching = Watching("largest > 0", None, expressions=expressions)
+    assert replay(job, folder, watch=watching).outcome is None
+    (figures,) = watching.figures.values()
+    assert [moment.number for moment in watching.newest.values()] == [1]
+    assert 0.0 < figures["largest"] <= figures["gradient"]
+    assert figures["apart"] == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("loss=g.sum()", "give a new name"),
+        ("g.sum()", "give a new name"),
+        ("a=g.", "invalid syntax"),
+        ("a=h.sum()", "'h' is not defined"),
+        ("a=g", "ValueError: only one element"),
+    ],
+)
+def test_an_expression_that_is_no_figure_is_refused(
+    expression: str, message: str, experiment: tuple[Job, Path]
+) -> None:
+    job, folder = experiment
+    with pytest.raises(ConfigError, match=message):
+        replay(job, folder, watch=Watching(None, None, expressions=[expression]))
+
+
 @pytest.mark.parametrize("until", ["x>1", "loss>x", "1.5", "loss", "-1"])
 def test_other_conditions_are_refused(until: str) -> None:
     with pytest.raises(ConfigError, match="give the number of a gradient"):

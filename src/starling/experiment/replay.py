@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from statistics import median
+from types import CodeType
 
 import torch
 from rich.console import Console
@@ -216,20 +217,36 @@ class Watching:
     """Shows what learners do in a replay, up to a moment.
 
     `until` is the number of a gradient or a condition such as `gradient>100`, of one `learner` if that is given.
-    Infinity and NaN are more than any number. With `draws`, each figure of each learner becomes a curve.
+    Infinity and NaN are more than any number. With `draws`, each figure of each learner becomes a curve. `expressions`
+    such as `largest=g.abs().max()` define further figures: Python expressions of the gradient `g`, the weights `w`, the
+    `mean` of all learners' weights, the other figures, and `torch`.
 
-    Raises ConfigError if `until` is neither, or missing beside `learner`.
+    Raises ConfigError if `until` is neither, or missing beside `learner`, or an expression cannot be evaluated.
     """
 
     FIGURES = ("loss", "gradient", "weights", "distance", "staleness")
 
-    def __init__(self, until: str | None, learner: int | None, draws: bool = False) -> None:
+    def __init__(
+        self, until: str | None, learner: int | None, draws: bool = False, expressions: Iterable[str] = ()
+    ) -> None:
+        self._codes: dict[str, CodeType] = {}
+        for given in expressions:
+            name, _, text = given.partition("=")
+            if not name.strip().isidentifier() or name.strip() in self.FIGURES or not text:
+                raise ConfigError(f"--watch {given}: give a new name and an expression, such as largest=g.abs().max()")
+            try:
+                self._codes[name.strip()] = compile(text.strip(), f"--watch {given}", "eval")
+            except SyntaxError as error:
+                raise ConfigError(f"--watch {given}: {error.msg}") from None
+        self.names = (*self.FIGURES, *self._codes)
         if learner is not None and until is None:
             raise ConfigError("--learner: it says whose gradients --until means; give --until, too")
         self._learner, self.draws, self.newest = learner, draws, dict[int, Moment]()
+        self.figures: dict[int, dict[str, float]] = {}
+        """Of the newest gradient of each learner, by name."""
         self._curves: Curves | None = None
         self._limits = {"number": math.inf}
-        found = re.fullmatch(rf"({'|'.join(self.FIGURES)})\s*>\s*(\S+)", until or "")
+        found = re.fullmatch(rf"({'|'.join(self.names)})\s*>\s*(\S+)", until or "")
         try:
             if found is not None:
                 self._limits = {found[1]: float(found[2])}
@@ -239,7 +256,7 @@ class Watching:
             found = None
         if until is not None and found is None and not until.isdecimal():
             raise ConfigError(
-                f"--until {until}: give the number of a gradient, or a condition on {', '.join(self.FIGURES)} such as "
+                f"--until {until}: give the number of a gradient, or a condition on {', '.join(self.names)} such as "
                 "gradient>100"
             )
 
@@ -251,23 +268,34 @@ class Watching:
             yield
 
     def __call__(self, moment: Moment) -> bool:
-        self.newest[moment.learner] = moment
+        figures = self._figures(moment)
+        self.newest[moment.learner], self.figures[moment.learner] = moment, figures
         if self._curves is not None:
-            values = {f"replay/{name}": float(getattr(moment, name)) for name in self.FIGURES}
+            values = {f"replay/{name}": value for name, value in figures.items()}
             self._curves.add(f"learner-{moment.learner}", values, moment.number)
         if self._learner not in (None, moment.learner):
             return False
-        return any(not getattr(moment, name) <= limit for name, limit in self._limits.items())
+        return any(not (figures | {"number": moment.number})[name] <= limit for name, limit in self._limits.items())
+
+    def _figures(self, moment: Moment) -> dict[str, float]:
+        """The figures of a gradient. Raises ConfigError if an expression gives none."""
+        found = {name: float(getattr(moment, name)) for name in self.FIGURES}
+        for name, code in self._codes.items():
+            try:
+                found[name] = float(eval(code, {"torch": torch}, {**moment.vectors, **found}))  # noqa: S307 - the user's
+            except Exception as error:
+                raise ConfigError(f"{code.co_filename}: {type(error).__name__}: {error}") from None
+        return found
 
     def show(self, console: Console) -> None:
         """Print the newest gradient of each learner, the last one of all at the end, with its examples."""
-        names = ("no.", "learner", "epoch", "batch", *self.FIGURES)
+        names = ("no.", "learner", "epoch", "batch", *self.names)
         table = Table(*(Column(name, overflow="fold") for name in names), box=None)
         newest = sorted(self.newest.values(), key=attrgetter("number"))
         for moment in newest:
-            ticket, figures = moment.ticket, (f"{getattr(moment, name):.3g}" for name in self.FIGURES)
+            ticket, figures = moment.ticket, self.figures[moment.learner]
             whose = (moment.number, moment.learner, ticket.epoch + 1, ticket.index + 1)
-            table.add_row(*map(str, whose), *figures)
+            table.add_row(*map(str, whose), *(f"{value:.3g}" for value in figures.values()))
         console.print(table)
         if newest and newest[-1].ids:
             console.print(f"gradient {newest[-1].number} is of {', '.join(newest[-1].ids)}")

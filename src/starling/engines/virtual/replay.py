@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import simpy
@@ -70,6 +70,9 @@ class Moment:
     """Number of changes of the learner's weights since they were read for the gradient."""
     ids: tuple[str, ...]
     """The examples of the mini-batch, if the data have names for them."""
+    vectors: Mapping[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    """The gradient `g`, the learner's weights `w`, and the `mean` of all learners' weights, each `[P]`; valid during
+    the call."""
 
 
 class ReplayStopped(Exception):  # noqa: N818 - an outcome
@@ -345,8 +348,8 @@ class ReplayEngine(VirtualEngine):
         self._num_gradients += 1
         if self.watch is None:
             return
-        own, every = learner.replica, [each.replica.weights for each in self._current.learners]
-        norm = torch.linalg.vector_norm
+        own, norm = learner.replica, torch.linalg.vector_norm
+        mean = torch.stack([each.replica.weights for each in self._current.learners]).mean(dim=0)
         ticket, examples = learner.claimed()[0]
         moment = Moment(
             self._num_gradients,
@@ -355,9 +358,10 @@ class ReplayEngine(VirtualEngine):
             loss,
             float(norm(own.gradients)),
             float(norm(own.weights)),
-            float(norm(own.weights - torch.stack(every).mean(dim=0))),
+            float(norm(own.weights - mean)),
             own.version - learner.gradient_version,
             tuple(getattr(examples, "ids", ())),
+            {"g": own.gradients, "w": own.weights, "mean": mean},
         )
         if self.watch(moment):
             raise ReplayStopped
