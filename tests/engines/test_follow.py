@@ -12,6 +12,7 @@ from torch import nn
 
 import starling
 from starling.budget import Budget
+from starling.checkpoint.reader import checkpoints_in
 from starling.engines.loop.run import LoopRecord
 from starling.errors import ConfigError, ReplayError
 from starling.experiment.folder import ExperimentFolder
@@ -25,7 +26,7 @@ from starling.training.speeds import Stragglers
 from tests.contract.problems import TinyRegression
 from tests.engines.drop_in_process import take_gradient
 from tests.engines.test_drop_in import command
-from tests.engines.test_replay import STRATEGIES, experiment, marked, slower, trained
+from tests.engines.test_replay import STRATEGIES, experiment, marked, recorded_on_disk, slower, trained
 from tests.warm_start import run_learners
 
 __all__ = ["experiment"]
@@ -57,9 +58,26 @@ def test_processes_keep_to_a_simulated_order(experiment: tuple[Job, Path], tmp_p
     """Both engines compute the same weights in the same order."""
     job, folder = experiment
     run = starling.train(job, learners=2, follow=folder, exp=tmp_path)
-    assert [each.states for each in newest(run)] == [
-        each.states for each in read_runs(ExperimentFolder(folder))[0].scripts
-    ]
+    simulated = read_runs(ExperimentFolder(folder))[0].scripts
+    assert [each.states for each in newest(run)] == [each.states for each in simulated]
+
+
+def test_a_simulation_that_copied_no_states_is_carried_out_with_checkpoints(tmp_path: Path) -> None:
+    """As `starling simulate` records it. The checkpoints, which take no turn, are those of this run."""
+    job = dataclasses.replace(regression("adpsgd"), checkpoint_every=20)
+    folder = recorded_on_disk(job, tmp_path / "simulated", saves=False)
+    run = starling.train(job, learners=2, follow=folder, exp=tmp_path)
+    simulated = read_runs(ExperimentFolder(folder))[0].scripts
+    assert [each.states[-1] for each in newest(run)] == [each.states[-1] for each in simulated]
+    assert len(checkpoints_in(run.folder / "checkpoints")) > 1
+    resumed = starling.train(
+        dataclasses.replace(job, budget=Budget(epochs=(job.budget.epochs or 0) + 1)),
+        learners=2,
+        resume=checkpoints_in(run.folder / "checkpoints")[0],
+        name="resumed",
+        exp=tmp_path,
+    )
+    assert len(newest(resumed)[0].states) > 1
 
 
 def test_a_resumed_run_is_repeated_part_by_part(tmp_path: Path) -> None:

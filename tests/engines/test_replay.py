@@ -46,7 +46,8 @@ KILLED = ("a2cid2", "adpsgd", "ako", "allreduce", "diloco", "dpsgd")
 class Recorded(Observer):
     """The events of a run in memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, saves: bool = True) -> None:
+        self._saves = saves
         self.events: dict[int, list[dict[str, Any]]] = defaultdict(list)
         """The events of all learners, in order, by membership."""
         self._number = 0
@@ -57,7 +58,7 @@ class Recorded(Observer):
 
     @property
     def saves(self) -> bool:
-        return True
+        return self._saves
 
     def on_event(self, rank: int, kind: str, **fields: Any) -> None:
         self._number = fields["number"] if kind == "membership" else self._number
@@ -228,19 +229,23 @@ def test_a_resume_with_another_strategy_and_fewer_learners_is_replayed(
 @pytest.fixture(scope="module")
 def experiment(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Path]:
     """A recorded run of two simulated learners, with its streams as `starling train` writes them."""
-    folder = tmp_path_factory.mktemp("replay") / "run"
     job = dataclasses.replace(regression("adpsgd"), checkpoint_every=20)
+    return job, recorded_on_disk(job, tmp_path_factory.mktemp("replay") / "run")
+
+
+def recorded_on_disk(job: Job, folder: Path, saves: bool = True) -> Path:
+    """The folder of a simulation of two learners."""
     segment = folder / "seen" / "from-00000000"
     segment.mkdir(parents=True)
     position = '{"next_ticket": {"epoch": 0, "index": 0, "step": 0}, "outstanding": []}'
     (segment / "start.json").write_text(position, encoding="utf-8")
     (folder / "config.yaml").write_text("name: run\n", encoding="utf-8")
-    recorded = Recorded()
+    recorded = Recorded(saves)
     VirtualEngine(job, 2, observer=recorded).run()
     for event in recorded.events[0]:
         fields = {name: value for name, value in event.items() if name not in ("kind", "learner")}
         Stream(segment / f"learner-{event['learner']}.jsonl").append(event["kind"], **fields)
-    return job, folder
+    return folder
 
 
 def test_a_record_on_disk_is_replayed(experiment: tuple[Job, Path]) -> None:

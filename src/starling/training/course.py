@@ -80,6 +80,8 @@ class CourseLearner(ReplicaLearner):
         self.num_done = 0  # claims of this learner
         self.newest_claim: Sequence[Loaded] = ()  # the claimed tickets with their mini-batches
         self.unused: frozenset[int] = frozenset()  # the numbers of the parameters that the newest gradient left out
+        self.is_recorded_saving = life.script is None or life.script.saves
+        """Whether copying states is among the learner's turns."""
         self.recorded = None if life.script is None else life.script.claimed(tickets)
         """The portions that the learner claims if it keeps to a record, each with the training time of its claim."""
         self._observer = observer
@@ -96,7 +98,7 @@ class CourseLearner(ReplicaLearner):
         # learners save at once if the model is in memory that they share or on a server that adds gradients
         is_cut = job.strategy.steps_itself and observer.saves and not replica.weights.is_meta
         is_cut = is_cut and sync_groups.size < sync_groups.num_workers
-        self.cuts = self.rounds.cuts = Cuts(replica, self.cut_agreement) if is_cut else None
+        self.cuts = self.rounds.cuts = Cuts(replica, self.cut_agreement, self.is_recorded_saving) if is_cut else None
         """States at checkpoint barriers that are not saved yet."""
         if self.cuts is not None:
             self.cuts.on_cut = lambda barrier, cut, turn: observer.on_event(

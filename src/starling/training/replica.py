@@ -168,10 +168,10 @@ class Replica:
         if number > 0 and self._memory is not None and self._memory.never_negative[number - 1]:
             changed.clamp_(min=0.0)
 
-    def copy_for_rounds(self) -> list[Tensor]:
+    def copy_for_rounds(self, takes_turn: bool = True) -> list[Tensor]:
         """Copies of the weights and of the averaged state of the optimizer, in host memory. Until
         `end_copy_for_rounds`, all changes by averaging rounds are added to them."""
-        with self._in_turn():
+        with self._in_turn() if takes_turn else self._lock:
             copies = [vector.detach().to("cpu", copy=True) for vector in self._vectors]
             self._for_rounds.append(copies)
         return copies

@@ -306,8 +306,9 @@ class Cuts:
     The foreground copies and saves; the background reports the rounds that it enters and completes.
     """
 
-    def __init__(self, replica: Replica, agreement: CutAgreement) -> None:
-        self._replica, self._agreement = replica, agreement
+    def __init__(self, replica: Replica, agreement: CutAgreement, takes_turns: bool = True) -> None:
+        """`takes_turns` is false if the learner keeps to the record of a run that copied no states."""
+        self._replica, self._agreement, self._takes_turns = replica, agreement, takes_turns
         self._lock = threading.Lock()
         self._pending: list[_Pending] = []
         self.num_passed = self._num_entered = self._num_completed = 0
@@ -338,7 +339,7 @@ class Cuts:
         """Copy the state at the next barrier, and `save` it once it is complete: when it has its rounds or, with
         `complete`, when that has completed it after all learners have passed the barrier."""
         copied = state.copy()
-        if complete is None:
+        if complete is None and self._takes_turns:
             self._replica.order.wait()  # before the lock, which the background takes in its own turns
         with self._lock:
             chosen = self._copy_for_rounds() if complete is None else complete
@@ -374,7 +375,7 @@ class Cuts:
     def _copy_for_rounds(self) -> Callable[[LearnerState], LearnerState]:
         """Copy the state that rounds change, and add their changes to the copies. The result puts the copies into a
         state."""
-        replica, copies = self._replica, self._replica.copy_for_rounds()
+        replica, copies = self._replica, self._replica.copy_for_rounds(self._takes_turns)
 
         def complete(state: LearnerState) -> LearnerState:
             optimizer = replica.end_copy_for_rounds(copies, state.optimizer)

@@ -91,7 +91,7 @@ class ProcessLearner(ConnectedLearner, CourseLearner):
         size = job.sync_groups(peers.world).size
         tickets = SyncGroupTickets(job.workload, position, job.budget, size, shares, shared_by)
         self.cut_agreement = StoreCuts(replace(self.peers, place=self._place))
-        if script is not None:
+        if script is not None and script.saves:
             self.cut_agreement = RecordedCuts(script.cuts, lambda: self.order.num_own)
         CourseLearner.__init__(self, job, peers.rank, peers.world, life, tickets, observer)
         for portion, stops in () if script is None else script.barriers:
@@ -235,11 +235,14 @@ class ProcessLearner(ConnectedLearner, CourseLearner):
         """Record the hash of weights. Raises ReplayError if they are not those of the record that the learner keeps
         to."""
         super()._record_weights(position, weights)
-        if self.life.script is None:
-            return
+        states: Sequence[tuple[int, str]] = () if self.life.script is None else self.life.script.states
         number, self._num_states = self._num_states, self._num_states + 1
-        found, states = (position.num_done, sha256_of(weights)), self.life.script.states
-        if number < len(states) and found != states[number]:
+        if states and not self.is_recorded_saving:  # only the first and the last state have all rounds in both runs
+            number = {states[0][0]: 0, states[-1][0]: len(states) - 1}.get(position.num_done, len(states))
+        if number >= len(states):
+            return
+        found = position.num_done, sha256_of(weights)
+        if found != states[number]:
             raise ReplayError(
                 f"learner {self.life.name}: its state number {number + 1}, after {found[0]} steps, has the hash "
                 f"{found[1][:12]}, but its record has {states[number][1][:12]} after {states[number][0]} steps; the "
