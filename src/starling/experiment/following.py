@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -26,6 +26,7 @@ from starling.launch.messages import Status, encode_file
 from starling.launch.roster import LearnerRecord, LearnerState, Roster
 from starling.recipe.run import RunConfig
 from starling.reporting.epochs import SPENT, duration, merged, share
+from starling.reporting.goodput import goodput_of
 from starling.reporting.progress import Say, say_on
 from starling.reporting.stalls import Stalls
 from starling.timeouts import LOOK_EVERY
@@ -138,6 +139,7 @@ class Following:
                 saved_age=roster.clock() - roster.saved_at if roster.saved else 0.0,
                 exit_code=self._exit_code,
                 message=self._message or self.events.verdict,
+                goodput=str(goodput_of(roster) or ""),
                 machine=os.uname().nodename,
             )
         aside = self._folder.status.with_name(f".{self._folder.status.name}.partial")
@@ -157,7 +159,10 @@ class Following:
         with roster.lock:
             seconds = roster.clock() - roster.began_at if self._seconds is None else self._seconds
             title = f"{self._run.name}, {self._run.strategy.name}: {how}, after {seconds:.0f} s"
-            lines = _lines(roster, counts, self._stalls.ended, self._folder.path)
+            lines = [*_lines(roster, counts, self._stalls.ended, self._folder.path)]
+            if (goodput := goodput_of(roster, counts.num_computed or None)) is not None:
+                lines.append(Text(str(goodput)))
+                self.events.write("goodput", ratio=goodput.ratio, **asdict(goodput))
             summary = Group(Text(title), _table(roster, counts), *lines)
         self._print(self._console, summary)
         path = self._folder.log / "summary.txt"

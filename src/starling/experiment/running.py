@@ -116,6 +116,8 @@ def describe(status: Status, now: float, is_alive: bool) -> Group:
         node = [each.node] if has_nodes else []
         table.add_row(str(each.learner_id), each.state, str(each.num_steps), loss, heard, *node, each.log)
     lines = [f"lost: {loss}" for loss in status.losses]
+    if status.goodput:
+        lines.append(status.goodput)
     if status.saved:
         lines.append(f"newest checkpoint: {status.saved}, saved {duration(status.saved_age + since)} ago")
     else:

@@ -1,6 +1,6 @@
 """`starling simulate` and `starling.simulate`: train any number of learners in one process, on a simulated clock."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
@@ -18,7 +18,7 @@ from starling.events import Events
 from starling.experiment.auto import kept, settled, simulated_choice
 from starling.experiment.claim import resolve_resume, set_up_and_claim
 from starling.experiment.folder import ExperimentFolder
-from starling.experiment.following import recorded, unusable
+from starling.experiment.following import read_record, recorded, unusable
 from starling.experiment.learning import Regrouping, checkpoint_writer, recording
 from starling.experiment.observers import Recorder, Skips, Together
 from starling.experiment.record import segments
@@ -27,6 +27,7 @@ from starling.launch.messages import Progress
 from starling.launch.process import on_stop_signal, signal_name
 from starling.launch.roster import Roster
 from starling.reporting.epochs import duration
+from starling.reporting.goodput import goodput_of
 from starling.reporting.progress import Bars, Display, Say, say_on
 from starling.training.flat import fill
 from starling.training.job import Job, Observer, StepReport
@@ -120,7 +121,7 @@ def _train(task: Task[RecipeT], recipe: RecipeT, folder: ExperimentFolder, event
     checkpoint = load(recipe.resume) if recipe.resume else None
     strategy, learners = recipe.strategy.described, recipe.learners
     start = [checkpoint.start(rank, learners, strategy) for rank in range(learners)] if checkpoint else None
-    roster = Roster(learners)
+    roster = Roster(learners, clock=lambda: 0.0)
     with (
         (folder.log / "virtual.log").open("w", encoding="utf-8") as log,
         Display(title, roster, console, events) as display,
@@ -143,7 +144,7 @@ def _train(task: Task[RecipeT], recipe: RecipeT, folder: ExperimentFolder, event
             display.say(f"{membership.reason}; {line}")
 
         with recording(recorder, folder, learners, log, hear), on_stop_signal(stop.ask):
-            outcome = VirtualEngine(
+            engine = VirtualEngine(
                 job,
                 learners,
                 recipe.cluster,
@@ -151,9 +152,15 @@ def _train(task: Task[RecipeT], recipe: RecipeT, folder: ExperimentFolder, event
                 start,
                 survives_losses=recipe.on_loss != "stop",
                 changes=Regrouping(folder, recorder, regrouped),
-            ).run()
+            )
+            roster.clock = lambda: engine.now
+            outcome = engine.run()
         for loss in outcome.losses:
             display.say(f"{recipe.name} ended without learner {loss.learner}: {loss.reason}")
+    counts = read_record(folder.seen, segments(folder.seen)[0].name)
+    if (goodput := goodput_of(roster, counts.num_computed)) is not None:
+        events.write("goodput", ratio=goodput.ratio, **asdict(goodput))
+        say_on(console)(str(goodput))
     return outcome
 
 

@@ -339,6 +339,8 @@ class Status(_Message):
     """Exit code of the run; None until it has ended."""
     message: str
     """Outcome of the run as text; empty until it has ended."""
+    goodput: str = ""
+    """The goodput so far, in words; empty before work has been reported."""
     machine: str = ""
     """Name of the launcher's machine; empty in files that earlier versions wrote."""
     format: Literal[2] = 2

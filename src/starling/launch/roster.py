@@ -86,6 +86,8 @@ class Attempt:
     wait: Stall | None = None
     """Current long wait of the process, as last reported."""
     wait_began_at: float = 0.0
+    ended_at: float | None = None
+    """Time at which the process ended, or was lost; None while it lives."""
 
     def does(self, doing: str, now: float) -> None:
         """Note the activity of the process from now on."""
@@ -108,6 +110,10 @@ class LearnerRecord:
     """Number of mini-batches that all processes of the learner have computed."""
     num_before: int = 0
     """Number of mini-batches that its earlier processes have computed."""
+    earlier_life: Seconds = 0.0
+    """Time for which its earlier processes existed."""
+    entering: Seconds = 0.0
+    """Time for which its processes started, or agreed on a membership with the others."""
     num_joins: int = 0
     """Number of the learner's processes that have joined the run after the start."""
     newest: Progress | None = None
@@ -208,7 +214,7 @@ class Roster:
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
     def __post_init__(self) -> None:
-        self.began_at = self.clock()
+        self.began_at = self.announced_at = self.clock()
         for learner_id in range(self.world):
             self.start(learner_id)
         if self.world:
@@ -230,6 +236,8 @@ class Roster:
             now = self.clock()
             attempt = Attempt(now, now, is_joiner)
             record = self.learners.setdefault(learner_id, LearnerRecord(learner_id, attempt))
+            if record.attempt is not attempt:
+                record.earlier_life = self.life(record)
             record.process, record.attempt = process or LearnerProcess(), attempt
             record.state, record.num_before = LearnerState.STARTING, record.num_steps
             return record
@@ -242,8 +250,9 @@ class Roster:
                 rank = ranks.get(record.learner_id)
                 if rank is None and record.rank is not None and record.state is not LearnerState.LOST:
                     record.state = LearnerState.LEFT
+                    self._end(record)
                 record.rank = rank
-            self.membership = membership
+            self.membership, self.announced_at = membership, self.clock()
 
     def hear(self, learner_id: int, message: LearnerMessage) -> None:
         """Record a message from a learner."""
@@ -272,11 +281,13 @@ class Roster:
                     attempt.arrived, attempt.arrived_at = generation, now
                 case Reached("entered", generation):
                     record.num_joins += attempt.generation < 0 < generation
+                    record.entering += now - (attempt.started_at if attempt.generation < 0 else self.announced_at)
                     attempt.generation = generation
                     _advance(record, LearnerState.TRAINING)
                 case Ended():
                     attempt.doing, attempt.doing_since = "ending", now
                     record.num_steps, attempt.wait = record.num_before + message.num_steps, None
+                    self._end(record)
                     _advance(record, LearnerState.ENDED)
                 case Failed():
                     record.process.error = _error_from(message)
@@ -293,8 +304,19 @@ class Roster:
         with self.lock:
             if (record := self.learners.get(learner_id)) is not None:  # it has started
                 record.state, record.rank, record.attempt.wait = LearnerState.LOST, None, None
+                self._end(record)
                 if reason:
                     self.lost.append(Loss(learner_id, reason, self.clock()))
+
+    def life(self, record: LearnerRecord) -> Seconds:
+        """The time for which a learner's processes have existed."""
+        attempt = record.attempt
+        ended_at = self.clock() if attempt.ended_at is None else attempt.ended_at
+        return record.earlier_life + ended_at - attempt.started_at
+
+    def _end(self, record: LearnerRecord) -> None:
+        if record.attempt.ended_at is None:
+            record.attempt.ended_at = self.clock()
 
     def records(self, learner_ids: Collection[int]) -> list[LearnerRecord]:
         """The records of these learners, without those that were lost or left."""

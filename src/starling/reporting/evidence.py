@@ -154,6 +154,12 @@ class Evidence:
         return self.whole.examples / seconds if (seconds := self.whole.seconds) else None
 
     @property
+    def goodput(self) -> float | None:
+        """The goodput of the newest run in per cent; None if it was not recorded."""
+        found = [each["ratio"] for each in self.events if each["kind"] == "goodput" and is_number(each.get("ratio"))]
+        return 100.0 * float(found[-1]) if found else None
+
+    @property
     def validations(self) -> list[tuple[float, float]]:
         """The number of epochs after which a model was scored, with its word error rate on the valid set in per cent.
         Inside an epoch, it is a fraction."""

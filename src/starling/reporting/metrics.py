@@ -13,6 +13,7 @@ from starling.errors import ConfigError
 from starling.launch.messages import Progress
 from starling.launch.roster import LearnerRecord, Roster
 from starling.reporting.epochs import by_staleness, mean_staleness, share
+from starling.reporting.goodput import goodput_of
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -139,6 +140,10 @@ def _of_run(roster: Roster, records: Sequence[LearnerRecord]) -> Iterator[_Sampl
     yield True, "deaths", "Learners that were lost.", {}, len(roster.lost)
     yield True, "joins", "Learners that joined after the start, restarted ones included.", {}, num_joins
     yield True, "checkpoints", "Checkpoints that are complete.", {}, roster.num_saved
+    if (goodput := goodput_of(roster)) is not None:
+        yield False, "goodput_ratio", "The share of the machines' time spent on gradients and steps.", {}, goodput.ratio
+        for cause, part in goodput.losses.items():
+            yield False, "goodput_loss_ratio", "The share of the machines' time lost.", {"cause": cause}, part
 
 
 def _of_learner(roster: Roster, record: LearnerRecord) -> Iterator[_Sample]:

@@ -95,6 +95,11 @@ class VirtualEngine:
         plan = plan.with_shares(job, first.members, seconds if job.batch_shares == "auto" else None)
         self._current = self._begin(first, plan, list(start) if start else [None] * world)
 
+    @property
+    def now(self) -> float:
+        """The simulated time in seconds."""
+        return self._simulation.now
+
     def run(self) -> Outcome:
         """Run all events. Raises the exceptions of learners, `Deadlock`, and `PeerLost` if the learners cannot
         continue."""
