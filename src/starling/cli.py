@@ -103,14 +103,14 @@ def plan(
     recipe: Annotated[str | None, typer.Argument(metavar="RECIPE", help="A recipe, as for train.")] = None,
     overrides: Overrides = None,
     profile: Annotated[Path | None, typer.Option(help="The file that `starling profile` wrote.")] = None,
-    preset: Annotated[str | None, typer.Option(help="Data sheets, such as v100-2019, or a file.")] = None,
+    preset: Annotated[str | None, typer.Option(help="Costs from data sheets, such as v100-2019, or a file.")] = None,
     cluster: Annotated[Path | None, typer.Option(help="A YAML file with the keys of `cluster`.")] = None,
     learners: Annotated[str | None, typer.Option(help="Numbers of learners, such as 4,16,64.")] = None,
-    strategies: Annotated[str | None, typer.Option(help="Names, such as allreduce,adpsgd.")] = None,
+    strategies: Annotated[str | None, typer.Option(help="Names of strategies, such as allreduce,adpsgd.")] = None,
     price: Annotated[float | None, typer.Option(help="Price of one device for an hour.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Say what the columns mean and what is assumed.")] = False,
     output: Annotated[Path | None, typer.Option(help="A CSV file for the table.")] = None,
-    published: Annotated[bool, typer.Option("--published", help="Print published hours beside predictions.")] = False,
+    published: Annotated[bool, typer.Option("--published", help="Print published hours and predictions.")] = False,
 ) -> None:
     """Predict how long a recipe takes with each strategy and number of learners, and recommend one."""
     if published:
@@ -165,7 +165,7 @@ def replay(
         ),
     ] = None,
     what_if: Annotated[
-        list[str] | None, typer.Option(help="Then replay with another setting, such as optimizer.lr=1e-3.")
+        list[str] | None, typer.Option(help="Then replay with a different setting, such as optimizer.lr=1e-3.")
     ] = None,
     checkpoint: Annotated[
         Path | None,
@@ -202,13 +202,13 @@ def report(
     experiments: Annotated[list[Path], typer.Argument(metavar="EXP...", help="Experiments, such as exp/demo.")],
     output: Annotated[
         Path | None,
-        typer.Option(help="The page. Default: report.html in the experiment's folder, or here for several."),
+        typer.Option(help="The HTML file. Default: report.html in the experiment's folder, or here for several."),
     ] = None,
 ) -> None:
     """Write one HTML page about experiments: curves, timelines, scores with intervals, utterances with audio, events.
 
-    It needs no network to be read. Several experiments are drawn over each other. For a comparison, the page shows the
-    losses.
+    Reading the page needs no network. Several experiments are drawn in the same figures. For a comparison, the page
+    shows the losses.
     """
     from starling.experiment.report import write_report
 
@@ -312,14 +312,14 @@ def compare(
     bracket: Annotated[
         bool | None, typer.Option("--bracket", help="Grow a grid of rates while its best is at an end.")
     ] = None,
-    baseline: Annotated[str | None, typer.Option(help="The arm to compare with, in place of a lone learner.")] = None,
+    baseline: Annotated[str | None, typer.Option(help="The arm to compare with, instead of a single learner.")] = None,
     target: Annotated[float | None, typer.Option(help="A training loss; the time to reach it is measured.")] = None,
     engine: Annotated[str | None, typer.Option(help="The engine: virtual or processes.")] = None,
     jobs: Annotated[int | None, typer.Option(help="Number of cells that are simulated at the same time.")] = None,
 ) -> None:
     """Compare strategies, each at its own best learning rate. Finished cells are not computed again.
 
-    What to compare may also stand in the recipe, as its section `compare`.
+    The section `compare` of the recipe can also say what to compare.
     """
     lists = {"learners": _listed(learners), "rates": _listed(rates), "seeds": _listed(seeds)}
     given = {"baseline": baseline, "target": target, "engine": engine, "jobs": jobs, "bracket": bracket}

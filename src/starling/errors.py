@@ -69,7 +69,7 @@ class FinishedApart(StarlingError):  # noqa: N818 - an outcome, not a fault of t
 
 
 class ReplayError(StarlingError):
-    """A record cannot be replayed, or its replay ended with other weights; the message says where."""
+    """A record cannot be replayed, or its replay ended with different weights; the message says where."""
 
     exit_code = 10
 

@@ -39,7 +39,7 @@ def _groups() -> dict[str, list[str]]:
 
 
 def _public(name: str) -> Any:
-    """The definition of a public name; `starling.report` is a package that may be called like the function."""
+    """The definition of a public name."""
     return starling.__getattr__(name)
 
 

@@ -179,7 +179,7 @@ def _key(model: type[BaseModel], name: str, field: FieldInfo, path: str, inside:
         description = "Chooses these keys."
     if not description and inside:
         description = _description(inside[0]).partition("\n\n")[0]
-    description = " ".join(description.split()).replace("None:", "null:")
+    description = re.sub(r"\bNone(:| uses| means)", r"null\1", " ".join(description.split()))
     if description and not re.match(r"[\w-]+:", description):  # the meaning of a value
         description = description[0].upper() + description[1:]
     unit = _unit(path, description, _type(field.annotation))

@@ -134,9 +134,9 @@ class CompareConfig(Config):
     seeds: Seeds = (1, 2, 3)
     """Seeds of the first weights, the order of the data and the times of the cluster."""
     tuning_seeds: int | None = Field(default=None, ge=1)
-    """Number of seeds with which the best rate is chosen; the others are run at that rate alone. None means all."""
+    """Number of seeds with which the best rate is chosen; the other seeds run only at that rate. None means all."""
     baseline: str | None = None
-    """Arm with which the others are compared, at their number of learners if it has that number; None means a lone
+    """Arm with which the others are compared, at their number of learners if it has that number; None means a single
     learner."""
     by: Literal["score", "loss"] = "score"
     """Quantity by which rates are chosen and arms compared: the score, or the training loss of the last tenth of the

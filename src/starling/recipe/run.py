@@ -202,7 +202,7 @@ class EngineConfig(Config):
     reduce: Literal["fastest", "ordered"] = "fastest"
     """How gradients and weights are summed. fastest: between machines, gradients are summed while backward computes the
     others, in an order that the backend chooses. ordered: always in the order of ranks, so that the same order of
-    events gives the same bits; see `starling replay`. Not in islands."""
+    events gives the same bits; see `starling replay`. Islands do not support it."""
     timeout_seconds: float = Field(default=600.0, gt=0.0)
     """The longest time that learners wait for each other. A learner that sends no heartbeat for that long is lost."""
     explain_seconds: float = Field(default=10.0, gt=0.0)
@@ -240,7 +240,7 @@ class LaunchConfig(Config):
     """The port at which the launcher serves figures of the run to Prometheus; 0: any free port; null: none. Needs the
     extra `monitoring`."""
     metrics_address: str = "127.0.0.1"
-    """The address of the interface on which the launcher serves them; 127.0.0.1: only to this machine."""
+    """The address of the interface on which the launcher serves these figures; with 127.0.0.1, only to this machine."""
 
     _of_kind = short_for("kind")
 
@@ -260,8 +260,9 @@ class RunConfig(Config):
     batch_shares: dict[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=1)]] | Literal["auto"] = Field(
         default_factory=dict
     )
-    """Number of mini-batches in each learner's gradient of a step, such as {0: 2}; 1 unless given. auto: as many as its
-    speed allows, measured when the run begins. For learners of unequal speed that step together."""
+    """Number of mini-batches in each learner's gradient of a step, such as {0: 2}; it is 1 for learners that are not
+    named. auto: as many as the learner's speed allows, as measured when the run begins. This option is for learners of
+    unequal speed that step together."""
     strategy: StrategyChoice = Field(default=DEFAULT_STRATEGY, validate_default=True)
     """How learners agree: a strategy's name, or a mapping with its `name` and options."""
     budget: Budget

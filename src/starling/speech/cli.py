@@ -17,7 +17,7 @@ Average = Annotated[
 Boost = Annotated[
     Path | None,
     typer.Option(
-        "--boost", metavar="FILE", help="Favour the phrases in this file: one a line, PHRASE or PHRASE<tab>WEIGHT."
+        "--boost", metavar="FILE", help="Favour the phrases in this file. Each line is PHRASE or PHRASE<tab>WEIGHT."
     ),
 ]
 Beam = Annotated[bool, typer.Option("--beam", help="Decode with the beam search that `evaluate` has tuned.")]
@@ -126,7 +126,7 @@ def score(
     ] = None,
     language: Annotated[str, typer.Option(help="The language in which numbers are written.")] = "en",
 ) -> None:
-    """Score decoded texts again, by speaker or column, normalised; test whether two experiments differ."""
+    """Score decoded texts again, by speaker or column, or normalised; test whether two experiments differ."""
     from starling.speech.commands.score import score as score_texts
 
     if table is not None and by is None:
@@ -216,16 +216,16 @@ def serve(
         str, typer.Option(help="The address to serve at. Any other than loopback is open to the network.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port to serve at; 0 chooses a free one.")] = 8000,
-    max_megabytes: Annotated[float, typer.Option(min=0.001, help="Largest upload, in megabytes.")] = 500.0,
-    max_minutes: Annotated[float, typer.Option(min=0.01, help="Longest audio of an upload, in minutes.")] = 240.0,
-    stall_seconds: Annotated[float, typer.Option(min=0.1, help="Seconds a client may stay silent.")] = CLIENT_STALL,
+    max_megabytes: Annotated[float, typer.Option(min=0.001, help="Largest upload in megabytes.")] = 500.0,
+    max_minutes: Annotated[float, typer.Option(min=0.01, help="Longest audio of an upload in minutes.")] = 240.0,
+    stall_seconds: Annotated[float, typer.Option(min=0.1, help="Longest client silence in seconds.")] = CLIENT_STALL,
     best: Best = False,
     beam: Beam = False,
     vad: Vad = False,
 ) -> None:
     """Serve the newest model of an experiment: a web page, files over HTTP, and microphones over a WebSocket.
 
-    Clients of OpenAI's API find its transcriptions under /v1.
+    Clients of OpenAI's API can request transcriptions under /v1.
     """
     from starling.speech.serving.app import serve as serve_model
     from starling.speech.serving.guard import Limits
@@ -240,7 +240,7 @@ def export(
     experiment: Experiment,
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder for the model.")],
     onnx: Annotated[
-        bool, typer.Option("--onnx", help="Also write ONNX, and a program that needs no Starling.")
+        bool, typer.Option("--onnx", help="Also write ONNX graphs, and a program that runs without Starling.")
     ] = False,
     best: Best = False,
     average: Average = None,

@@ -47,7 +47,7 @@ class FeatureConfig(Config):
 
     kind: Literal["log-mel", "raw"] = "log-mel"
     """The kind of features: Kaldi's log-mel energies, or `raw`, the samples themselves, for model.name: wav2vec2 and
-    whisper. Of the other keys, `raw` takes normalise alone."""
+    whisper. Of the other keys, only normalise applies to `raw`."""
     num_mels: int | None = Field(default=None, ge=4)
     """Number of mel bands; if not given, 80, or 40 at sampling rates up to 8 kHz."""
     frame_length: float = Field(default=0.025, gt=0)

@@ -16,7 +16,7 @@ _COMMENTS = (";;;", "#")
 
 
 class PhonesConfig(Config):
-    """The section `model.phones`; the loss is `(1 - weight) * loss + weight * CTC of phones`."""
+    """A second loss, on phones; the loss is then `(1 - weight) * loss + weight * CTC of phones`."""
 
     layer: int = Field(default=1, ge=1)
     """The layer or block that predicts the phones; 1 is the first."""

@@ -52,10 +52,10 @@ class WarmStart(Config):
     """Another experiment whose weights initialise a model."""
 
     experiment: Path
-    """Folder of the other experiment, whose newest model is taken; or a checkpoint or a recogniser's folder."""
+    """Folder of the other experiment, whose newest model is used; or a checkpoint or a recogniser's folder."""
     sizes: Literal["strict", "partial"] = "strict"
     """With `strict`, only the outputs may differ; the rows of tokens and phones that both models have are kept. With
-    `partial`, layers may be missing or of other sizes; what overlaps is taken."""
+    `partial`, layers may be missing or have different sizes; overlapping parts are copied."""
 
     _of_path = short_for("experiment")
 

@@ -35,7 +35,7 @@ class AeasgdOptions(Served):
 
 @registered(
     "aeasgd",
-    "step alone, elastically tied to a server's weights; no learner waits",
+    "step alone, with an elastic tie to a server's weights; no learner waits",
     AeasgdOptions,
     kind="periodic",
     sync_group_size=one_learner,

@@ -29,7 +29,7 @@ class AkoOptions(RoundOptions):
 
 @gossip(
     "ako",
-    "step alone, send all others a part of the steps in each round",
+    "step alone, and send all others a part of the steps in each round",
     AkoOptions,
     sync_group_size=one_learner,
     keeps_state=True,

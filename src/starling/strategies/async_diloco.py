@@ -50,7 +50,7 @@ def _check(options: AsyncDilocoOptions, world: int) -> None:
 
 @registered(
     "async-diloco",
-    "step alone, agree with a server every few steps; no learner waits",
+    "step alone, and agree with a server every few steps; no learner waits",
     AsyncDilocoOptions,
     kind="periodic",
     sync_group_size=one_learner,

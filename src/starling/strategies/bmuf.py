@@ -31,7 +31,7 @@ class BmufOptions(Config):
 
 
 @periodic(
-    "bmuf", "step alone, filter the mean of every block of steps with momentum", BmufOptions, adopts_changes=never
+    "bmuf", "step alone, and filter the mean of every block of steps with momentum", BmufOptions, adopts_changes=never
 )
 async def bmuf(me: Learner, options: BmufOptions) -> None:
     """Each learner steps alone through a block of H steps, and momentum filters the average change of the blocks.

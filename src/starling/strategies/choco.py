@@ -21,14 +21,14 @@ class ChocoOptions(MixingOptions):
     compression: Differences = "int8"
     """C, the encoding of changes in weights: `int8`, `int4`, or the largest numbers alone, `top_k`."""
     consensus_rate: float = Field(default=1.0, gt=0.0, le=1.0)
-    """gamma, the share of a round's change that is made. The coarser the encoding, the smaller it must be."""
+    """gamma, the share of a round's change that is applied. The coarser the encoding, the smaller it must be."""
     order: Order = "at-once"
     """Whether neighbours average during the gradient, or after the step with it, as in the paper."""
 
 
 @gossip(
     "choco",
-    "send neighbours what has changed in weights, encoded, at each step",
+    "send the encoded changes of weights to neighbours at each step",
     ChocoOptions,
     check=lambda options, world: check_fixed_neighbours(options.pattern, world),
 )

@@ -26,7 +26,7 @@ class DiLoCoOptions(Config):
     """How the difference from the last agreement is encoded for sending; errors are fed back."""
 
 
-@periodic("diloco", "step alone, follow the mean with an outer Nesterov optimizer", DiLoCoOptions, adopts_changes=never)
+@periodic("diloco", "step alone; an outer Nesterov optimizer follows the mean", DiLoCoOptions, adopts_changes=never)
 async def diloco(me: Learner, options: DiLoCoOptions) -> None:
     """Each learner steps alone, and every H steps an outer optimizer with Nesterov's momentum follows the mean.
 

@@ -35,7 +35,7 @@ def _check(options: EasgdOptions, world: int) -> None:
 
 @periodic(
     "easgd",
-    "step alone, elastically tied to a common centre every few steps",
+    "step alone, and approach a common centre every few steps",
     EasgdOptions,
     check=_check,
     adopts_changes=never,

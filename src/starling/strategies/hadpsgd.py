@@ -41,7 +41,7 @@ class OfSuperLearners(Strategy):
 
 @gossip(
     "hadpsgd",
-    "step together within a super-learner, adpsgd between super-learners",
+    "step together within a super-learner, and average as in adpsgd between super-learners",
     HierarchicalOptions,
     sync_group_size=lambda options, world: options.per_node,
     check=_check,

@@ -41,7 +41,7 @@ class LocalSgdOptions(Config):
 
 @periodic(
     "local-sgd",
-    "step alone, average all weights every few steps",
+    "step alone, and average all weights every few steps",
     LocalSgdOptions,
     adopts_changes=lambda options: options.compression == "none",
 )

@@ -28,7 +28,7 @@ class NoLoCoOptions(Config):
 
 
 @periodic(
-    "noloco", "step alone, follow the mean of a random pair with an outer momentum", NoLoCoOptions, adopts_changes=never
+    "noloco", "step alone; an outer momentum follows the mean of a random pair", NoLoCoOptions, adopts_changes=never
 )
 async def noloco(me: Learner, options: NoLoCoOptions) -> None:
     """Each learner steps alone, and every H steps it agrees with one other, drawn at random.

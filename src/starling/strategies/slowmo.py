@@ -28,7 +28,7 @@ class SlowMoOptions(Config):
 
 @periodic(
     "slowmo",
-    "step alone, follow the mean with a slow momentum in units of the rate",
+    "step alone; a slow momentum in units of the learning rate follows the mean",
     SlowMoOptions,
     adopts_changes=never,
 )

@@ -25,7 +25,7 @@ class SparseLoCoOptions(Config):
 
 @periodic(
     "sparseloco",
-    "as diloco, sending a few of the numbers in 2 bits, with errors for a momentum",
+    "like diloco, but send only a few of the numbers, in 2 bits, with error feedback as momentum",
     SparseLoCoOptions,
     adopts_changes=never,
 )

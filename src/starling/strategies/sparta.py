@@ -24,7 +24,7 @@ class SpartaOptions(Config):
     """Share of the weights that are averaged, chosen at random each time."""
 
 
-@periodic("sparta", "step alone, average a random share of the weights at each step", SpartaOptions)
+@periodic("sparta", "step alone, and average a random share of the weights at each step", SpartaOptions)
 async def sparta(me: Learner, options: SpartaOptions) -> None:
     """Each learner steps alone, and at every step all average a small share of the weights, chosen at random.
 

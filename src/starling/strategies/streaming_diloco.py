@@ -45,7 +45,7 @@ def _check(options: StreamingOptions, world: int) -> None:
 
 @periodic(
     "streaming-diloco",
-    "as diloco, one fragment of the weights after another, in the background",
+    "like diloco, but average one fragment of the weights after another, in the background",
     StreamingOptions,
     check=_check,
     adopts_changes=never,

@@ -44,7 +44,7 @@ class Until(Config):
 
 
 class Freeze(Config):
-    """Parameters that stay as they are, by name: no gradient, no step, no state of the optimizer."""
+    """Parameters that do not change, by name: they have no gradient, no steps and no optimizer state."""
 
     parameters: tuple[str, ...] = Field(min_length=1)
     """Names of parameters or modules, with wildcards: `layers.0`, `layers.*.weight_hh_l0`. `encoder` stands for all but

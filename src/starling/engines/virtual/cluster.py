@@ -13,7 +13,7 @@ from starling.configuration import Config
 
 
 class ComputeModel(Config):
-    """Seconds that a gradient takes, drawn for each gradient. `Stragglers` makes some learners slower."""
+    """Seconds that a gradient takes, drawn for each gradient. The section `stragglers` makes some learners slower."""
 
     distribution: Literal["constant", "uniform", "log-normal"] = "constant"
     """Distribution of the seconds of a gradient."""
@@ -24,7 +24,7 @@ class ComputeModel(Config):
     deviation of the logarithm."""
     batched: bool = False
     """Whether the gradients of learners that are under way together are computed at once, where the model allows it:
-    faster with many learners of a small model. Events stay the same; gradients agree to rounding, so that the event
+    faster with many learners of a small model. Events stay the same; gradients agree only up to rounding, so the event
     hash differs."""
     processes: int = Field(default=1, ge=1, le=256)
     """Number of processes on this machine that compute gradients; results do not depend on it. With 1, the simulation's
@@ -68,7 +68,7 @@ AllReduce = Literal["ring", "tree", "hierarchical", "fastest"]
 
 class LinkModel(Config):
     """The link between any two learners on different nodes, the same in both directions. By default each learner is a
-    node, whose messages share one link's bandwidth (`NodeModel.uplink`)."""
+    node, whose messages share one link's bandwidth (`nodes.uplink`)."""
 
     latency: float = Field(default=50e-6, ge=0.0)
     """Seconds before the first byte arrives."""

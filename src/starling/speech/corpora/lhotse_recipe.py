@@ -45,6 +45,7 @@ class LhotseRecipeCorpus(FileCorpus):
     GigaSpeech and Switchboard, and changes no other corpus. Utterances without any words left are left out and
     listed."""
     sets: dict[str, str | tuple[str, ...]]
+    """The parts of each set, by the name of the set: the name of one part, or a list of names."""
 
     @field_validator("recipe")
     @classmethod

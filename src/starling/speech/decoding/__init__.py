@@ -20,7 +20,7 @@ class DecodingConfig(Config):
     """How the network's outputs become words. Weights are in natural logarithms."""
 
     word_list: Path | None = None
-    """A text file with one word a line; null takes the words of the training texts."""
+    """A text file with one word on each line; null uses the words of the training texts."""
     word_penalty: float | None = None
     """Cost of each word, in natural-log likelihood; below 0, texts have more words. null: 0, or for loss: ctc a value
     tuned on the validation set."""

@@ -324,7 +324,7 @@ def read_phrases(path: Path) -> list[str]:
         reason = error.strerror if isinstance(error, OSError) else error
         raise DataError(f"--boost {path}: cannot be read ({reason}); name a text file, one phrase a line") from error
     if not any(line.strip() and not line.startswith("#") for line in lines):
-        raise DataError(f"--boost {path}: has no phrases; write one a line, or leave the option out")
+        raise DataError(f"--boost {path}: has no phrases; write one on each line, or leave the option out")
     return lines
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TopK(Config):
-    """Send the largest numbers alone."""
+    """Send only the largest numbers."""
 
     top_k: float = Field(gt=0.0, le=0.25)
     """The fraction of the numbers that are sent, 8 bytes each."""

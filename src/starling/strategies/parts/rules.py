@@ -86,8 +86,9 @@ class ServerOptions(Served):
     """The options of `parameter-server`: an update rule, and the options that it has."""
 
     update: Literal["asynchronous", "summed", "hybrid", "synchronous"] = "asynchronous"
-    """Which gradients make a step: each when it arrives; any `sum` of them; one of each worker; one worker's at a
-    time."""
+    """The gradients that make one step. `asynchronous`: each gradient, when it arrives; `summed`: the next `sum`
+    gradients, from any workers; `hybrid`: one gradient from each worker; `synchronous`: each gradient, while workers
+    take turns."""
 
     def __new__(cls, **options: Any) -> ServerOptions:
         """Make the options of the rule that `update` names, so that `ServerOptions(update=…)` works, too."""
@@ -204,7 +205,7 @@ class Summed(Unlocked):
 
     update: Literal["summed"] = "summed"
     sum: int = Field(ge=1)
-    """`summed`: the number of gradients in a step, usually that of workers."""
+    """`summed`: the number of gradients in a step, usually the number of workers."""
     combine: Literal["sum", "mean"] = "sum"
     """`summed` and `hybrid`: how the gradients of a step are combined. The default of `hybrid` is their mean."""
 
