@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_SAVED = re.compile(r"Save (?:this|it) as `([^`]+)`")
+_SAVED = re.compile(r"Save (?:this|it|the following)(?: \w+)? as `([^`]+)`")
 _NOT_RUN = re.compile(r"<!-- not run: (.+) -->")
 
 
