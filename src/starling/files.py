@@ -1,13 +1,20 @@
 """Hashes, syncs and atomically replaces files."""
 
+from __future__ import annotations
+
 import hashlib
 import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from stat import S_IMODE
+from typing import TYPE_CHECKING
 
 from starling.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def sha256(path: Path) -> str:
@@ -33,6 +40,17 @@ def sync(*paths: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write tensors in the safetensors format, to a file with the mode of other new files: the library makes its files
+    private."""
+    from safetensors.torch import save_file
+
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata)
+    path.chmod(S_IMODE(mode))
 
 
 def replace_file(path: Path, text: str, aside: Path | None = None) -> None:

@@ -2,14 +2,16 @@
 
 import json
 import math
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load, save
+from safetensors.torch import load, load_file, save
 from torch import nn
 
-from starling.checkpoint.files import apart
+from starling.checkpoint.files import apart, write_tensors
 from starling.checkpoint.state import decode_state, encode_state
 from starling.errors import CheckpointError
 
@@ -96,3 +98,16 @@ def test_what_cannot_be_saved_is_named() -> None:
     """A function in the state is an error that says where it stands."""
     with pytest.raises(CheckpointError, match=r"optimizer\.param_groups\.0\.hook is a function"):
         encode_state({"param_groups": [{"hook": lambda: None}]}, "optimizer", {})
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_saved_tensors_have_the_mode_of_other_new_files(umask: int, tmp_path: Path) -> None:
+    """The safetensors library makes its files private, so that colleagues could not read them."""
+    before = os.umask(umask)
+    try:
+        write_tensors(tmp_path / "tensors", {"weights": torch.ones(3)})
+        (tmp_path / "other").write_text("")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "tensors").stat().st_mode == (tmp_path / "other").stat().st_mode
+    assert torch.equal(load_file(tmp_path / "tensors")["weights"], torch.ones(3))

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 
 from starling.configuration import Config, digest
 from starling.errors import CheckpointError
-from starling.files import sha256, sync
+from starling.files import save_tensors, sha256, sync
 from starling.workload import Position, Ticket
 
 if TYPE_CHECKING:
@@ -68,9 +68,7 @@ def write_json(path: Path, content: Any) -> None:
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write tensors in the safetensors format, and wait until they are on disk."""
-    from safetensors.torch import save_file
-
-    save_file(apart(tensors), path)
+    save_tensors(path, apart(tensors))
     sync(path)
 
 

@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field, field_validator
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from starling.configuration import Config, read_saved
 from starling.errors import CheckpointError, ConfigError, DataError
-from starling.files import sha256
+from starling.files import save_tensors, sha256
 from starling.speech.augmentation import Codec, transmitted
 from starling.speech.decoding import decoders
 from starling.speech.decoding.decoders import Phrases
@@ -150,7 +150,7 @@ class Recogniser:
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
         tensors |= {f"features.{name}": value for name, value in self.features.statistics.items()}
-        save_file({name: value.detach().cpu().clone() for name, value in tensors.items()}, folder / _WEIGHTS_FILE)
+        save_tensors(folder / _WEIGHTS_FILE, {name: value.detach().cpu().clone() for name, value in tensors.items()})
         files = [folder / _WEIGHTS_FILE, self.tokenizer.save(folder)]
         if self.states is not None:
             files.append(self.states.save(folder))

@@ -17,12 +17,11 @@ import torch
 from numpy.typing import NDArray
 from rich.console import Console
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from starling.chance import derive_seed
 from starling.configuration import digest
 from starling.errors import ConfigError, DataError, did_you_mean, noted
-from starling.files import replace_file, writing
+from starling.files import replace_file, save_tensors, writing
 from starling.reporting.progress import Bars, Say
 from starling.speech.audio import opened
 from starling.speech.features import FeatureConfig, LogMel
@@ -339,7 +338,7 @@ class Aligner:
     def save(self, path: Path) -> None:
         """Write the Gaussians and the names of the phones."""
         weights, biases = self.gaussians
-        save_file({"weights": weights.contiguous(), "biases": biases}, path, {"phones": json.dumps(self.names)})
+        save_tensors(path, {"weights": weights.contiguous(), "biases": biases}, {"phones": json.dumps(self.names)})
 
     @classmethod
     def load(cls, path: Path, transcriber: Transcriber, config: PhonesConfig) -> "Aligner":
