@@ -72,7 +72,7 @@ class Recorded(Observer):
         for number in sorted(self.events):
             scripts: dict[int, Script] = {}
             for event in self.events[number]:
-                scripts.setdefault(event["learner"], Script(event["learner"])).add(event)
+                scripts.setdefault(event["learner"], Script(event["learner"])).add(event, "the record")
             members = next(iter(scripts.values())).members
             found.append([scripts[learner] for learner in members])
         return found

@@ -16,7 +16,7 @@ from starling.experiment.record import events_in, segments
 from starling.recipe.run import RunConfig
 from starling.strategies.islands import NO_ISLANDS, Island
 from starling.training.job import Job
-from starling.training.order import ARITHMETIC, NO_BATCH, RACES, Script, arithmetic
+from starling.training.order import NO_BATCH, RACES, Script
 from starling.training.succession import MembershipStart
 
 
@@ -94,7 +94,7 @@ def _scripts_for(run: RunConfig) -> Sequence[Script]:
 
 def job_as_recorded(job: Job, script: Script, device: torch.device) -> Job:
     """The job with what the recorded learners measured. Raises ReplayError if this process computes other bits."""
-    check_arithmetic(script, device)
+    script.check_arithmetic(device)
     if job.batch_shares != "auto":
         return job
     return replace(job, batch_shares=dict(enumerate(MembershipStart.decode(script.plan).shares)))
@@ -131,26 +131,10 @@ def _scripts_in(segment: Path) -> tuple[list[Script], int]:
     scripts: dict[int, Script] = {}
     for learner, place, event in events_in(segment):
         script = scripts.setdefault(learner, Script(learner))
-        try:
-            if event is None:
-                raise ValueError("not an event, or not as it was written")
-            script.add(event)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ReplayError(f"{place}: damaged: {error}") from None
+        script.add(event, place)
     begun = next((script for script in scripts.values() if script.members), None)
     if begun is None:
         return [], 0
     missing = [learner for learner in begun.members if learner not in scripts]
     scripts |= {learner: begun.without_events(learner) for learner in missing}
     return [scripts[learner] for learner in begun.members], len(missing)
-
-
-def check_arithmetic(script: Script, device: torch.device) -> None:
-    """Raise ReplayError if this process computes other bits than a recorded learner."""
-    here = arithmetic(device)
-    for name in ARITHMETIC:
-        if script.arithmetic[name] != here[name]:
-            raise ReplayError(
-                f"learner {script.learner} computed with {name} {script.arithmetic[name]}, but it is {here[name]} "
-                "here, where other bits are computed; replay where the run was made"
-            )

@@ -29,7 +29,7 @@ from starling.engines.virtual.replay import Moment, RecordEnded, ReplayEngine, R
 from starling.errors import ConfigError, ReplayError
 from starling.experiment.folder import ExperimentFolder, existing
 from starling.experiment.record import RECIPE
-from starling.experiment.recorded import Run, check_arithmetic, check_job, read_runs
+from starling.experiment.recorded import Run, check_job, read_runs
 from starling.experiment.task import task_of
 from starling.recipe.file import apply_overrides, read_recipe
 from starling.reporting.metrics import Curves
@@ -378,7 +378,7 @@ def _as_recorded(scripts: Sequence[Script]) -> Generator[None, None, None]:
     for script in scripts:
         torch.set_num_threads(int(script.arithmetic["threads"]))
         try:
-            check_arithmetic(script, torch.device("cpu"))
+            script.check_arithmetic(torch.device("cpu"))
         except ReplayError:
             torch.set_num_threads(threads)
             raise

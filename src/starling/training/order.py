@@ -314,9 +314,17 @@ class Script:
     members: Sequence[int] = ()
     """The learners of the membership."""
 
-    def add(self, event: Mapping[str, Any]) -> None:
-        """Add an event of the learner's stream; kinds that a replay does not need are left out. Raises KeyError,
-        TypeError or ValueError if the event is not as docs/events.md says."""
+    def add(self, event: Mapping[str, Any] | None, place: str) -> None:
+        """Add an event of the learner's stream; kinds that a replay does not need are left out. Raises ReplayError with
+        the `place` if the event is damaged, or not as docs/events.md says."""
+        try:
+            if event is None:
+                raise ValueError("not an event, or not as it was written")
+            self._add(event)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ReplayError(f"{place}: damaged: {error}") from None
+
+    def _add(self, event: Mapping[str, Any]) -> None:
         match event["kind"]:
             case "membership":
                 self.number, self.members, self.saves = event["number"], tuple(event["members"]), event["saves"]
@@ -333,6 +341,16 @@ class Script:
                 self.cuts[int(event["barrier"])] = event["round"], int(event["turn"])
             case "state":
                 self.states.append((int(event["step"]), event["sha256"]))
+
+    def check_arithmetic(self, device: torch.device) -> None:
+        """Raise ReplayError if other bits are computed on this device than the learner computed."""
+        here = arithmetic(device)
+        for name in ARITHMETIC:
+            if self.arithmetic[name] != here[name]:
+                raise ReplayError(
+                    f"learner {self.learner} computed with {name} {self.arithmetic[name]}, but it is {here[name]} "
+                    "here, where other bits are computed; replay where the run was made"
+                )
 
     def claimed(self, tickets: SyncGroupTickets) -> list[tuple[int, float | None]]:
         """The portions that the learner claimed, each with the training time of its claim."""

@@ -16,7 +16,7 @@ from starling.errors import ConfigError, ReplayError, some
 from starling.events import Stream, read_stream
 from starling.strategies import Strategy
 from starling.training.job import Statistics
-from starling.training.order import ARITHMETIC, NO_BATCH, Script, arithmetic, sha256_of
+from starling.training.order import NO_BATCH, Script, arithmetic, sha256_of
 
 Result = TypeVar("Result")
 
@@ -69,20 +69,15 @@ class LoopRecord:
     def begin(self, plan: LoopPlan, number: int, members: Sequence[int], weights: Tensor) -> None:
         """Note the membership that begins. Raises ReplayError if the record that is followed has another one, or was
         made where other bits are computed."""
-        here = arithmetic(weights.device)
         if (script := self.script) is not None:
             if self._begun or tuple(members) != tuple(script.members):
                 raise ReplayError(
                     f"learner {self._learner}: the record has the learners {some(script.members)}, and here are "
                     f"{some(members)}; only a run that loses no learner, and that none joins, can be followed"
                 )
-            for name in ARITHMETIC:
-                if script.arithmetic[name] != here[name]:
-                    raise ReplayError(
-                        f"learner {self._learner} was recorded with {name} {script.arithmetic[name]}, but it is "
-                        f"{here[name]} here, where other bits are computed"
-                    )
+            script.check_arithmetic(weights.device)
         self._begun = True
+        here = arithmetic(weights.device)
         self.tell("membership", number=number, members=members, plan=asdict(plan), saves=False, **here)
 
     def tell(self, kind: str, **fields: Any) -> None:
@@ -116,13 +111,8 @@ class LoopRecord:
         if not path.is_file():
             raise ConfigError(f"follow: there is no {path}; give the folder that a joined loop had as `record`")
         for number, event in read_stream(path):
-            try:
-                if event is None:
-                    raise ValueError("not an event, or not as it was written")
-                script.add(event)
-            except (KeyError, TypeError, ValueError) as error:
-                raise ReplayError(f"{path}:{number}: damaged: {error}") from None
-            num_memberships += event["kind"] == "membership"
+            script.add(event, f"{path}:{number}")
+            num_memberships += event is not None and event["kind"] == "membership"
         if num_memberships != 1 or NO_BATCH not in script.turns:
             raise ReplayError(f"{path}: its loop lost learners, or did not end; such a record cannot be followed")
         return script
