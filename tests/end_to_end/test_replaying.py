@@ -1,8 +1,10 @@
 """Digits, learnt at uneven speeds, are replayed to the bit: undisturbed, and with a kill, a join and a resume. Real
 learners of other speeds that follow the order end with the same bits."""
 
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,8 +35,15 @@ def starling(folder: Path, *arguments: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("replaying")
+
+
+@pytest.fixture
+def folder(corpus: Path) -> Iterator[Path]:
+    """Where the prepared digits stay, but no experiment: their checkpoints would fill a disk."""
+    yield corpus
+    shutil.rmtree(corpus / "exp", ignore_errors=True)
 
 
 @pytest.mark.soak
@@ -55,7 +64,7 @@ def test_digits_are_replayed_and_followed_to_the_bit(strategy: str, learners: in
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("strategy", ["a2cid2", "adpsgd", "ako", "allreduce", "diloco", "dpsgd"])
+@pytest.mark.parametrize("strategy", sorted(set(REPLAYED) - {"hadpsgd"}))
 def test_digits_of_learners_that_were_killed_and_resumed_are_replayed_to_the_bit(strategy: str, folder: Path) -> None:
     name = f"{strategy}-disturbed"
     common = [f"name={name}", f"strategy={strategy}", *SMALL]

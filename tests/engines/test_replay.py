@@ -40,7 +40,10 @@ STRATEGIES = (
     "a2cid2", "adpsgd", "aeasgd", "ako", "allreduce", "async-diloco", "delay-by-one", "diloco", "dpsgd", "local-sgd",
     "parameter-server", "sgp",
 )  # fmt: skip
-KILLED = ("a2cid2", "adpsgd", "ako", "allreduce", "diloco", "dpsgd")
+KILLED = (
+    "a2cid2", "adpsgd", "aeasgd", "ako", "allreduce", "async-diloco", "delay-by-one", "diloco", "dpsgd", "local-sgd", "noloco",
+    "parameter-server", "sgp",
+)  # fmt: skip
 
 
 class Recorded(Observer):

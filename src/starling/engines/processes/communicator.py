@@ -308,6 +308,7 @@ class ConnectedLearner(ReplicaLearner):
                         elif first in keys:
                             for other in others:
                                 finished.put(other)
+                            first.result()  # raises if it has failed: nothing has come that a record should have
                             self.order.chose(keys[first])
                             return keys[first]
 

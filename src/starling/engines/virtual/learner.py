@@ -126,9 +126,8 @@ class VirtualLearner(Member):
     def mean(self, of: Tensor | Handle[Tensor] | EncodedMean, group: Sequence[int] | None = None) -> Handle[Tensor]:
         self.check_group(group, self.claimers)
         self.order.flush()
-        self.order.started(self.is_behind)
         if isinstance(of, EncodedMean):
-            return self._join_mean(of, 2 * (len(self.claimers) - 1) * of.message_bytes)
+            return self._started(self._join_mean(of, 2 * (len(self.claimers) - 1) * of.message_bytes))
         if isinstance(of, Tensor):
             self.check_mean(of)
         else:
@@ -136,18 +135,22 @@ class VirtualLearner(Member):
         if isinstance(of, VirtualGradient) and not of.event.processed:
             of.is_own, of.refusal = False, given_away(self.rank)
         size, num_bytes = len(self.claimers), self.weights.nbytes if isinstance(of, Handle) else of.nbytes
-        return self._join_mean(of, 2 * (size - 1) * num_bytes // size)
+        return self._started(self._join_mean(of, 2 * (size - 1) * num_bytes // size))
 
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
         self.check_peer(peer)
         self.order.flush()
-        self.order.started(self.is_behind)
         self.statistics.averaging.bytes_sent += tensor.nbytes if peer != self.rank else 0
-        return self._network.send(self.rank, peer, tensor, tag)
+        return self._started(self._network.send(self.rank, peer, tensor, tag))
+
+    def _started(self, handle: T) -> T:
+        """Note what the activity has started. A replay lets it wait here if in the record it did not get any further:
+        a process may fail when it has sent something, and before it knows."""
+        self.order.started(self.is_behind)
+        return handle
 
     def receive(self, peer: int, like: Tensor, tag: int) -> Handle[Tensor]:
         self.check_peer(peer)
-        self.order.started(self.is_behind)
 
         def check(theirs: Tensor) -> None:
             if theirs.shape != like.shape or theirs.dtype != like.dtype:
@@ -156,7 +159,7 @@ class VirtualLearner(Member):
                     f"{like.dtype} {list(like.shape)} and {theirs.dtype} {list(theirs.shape)}"
                 )
 
-        return self._network.receive(self.rank, peer, tag, check)
+        return self._started(self._network.receive(self.rank, peer, tag, check))
 
     def first(self, handles: Mapping[int, Handle[Any]]) -> Handle[int]:
         return first_of(self._environment, handles, self.order.chose)
