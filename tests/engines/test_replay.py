@@ -41,8 +41,8 @@ STRATEGIES = (
     "parameter-server", "sgp",
 )  # fmt: skip
 KILLED = (
-    "a2cid2", "adpsgd", "aeasgd", "ako", "allreduce", "async-diloco", "delay-by-one", "diloco", "dpsgd", "local-sgd", "noloco",
-    "parameter-server", "sgp",
+    "a2cid2", "adpsgd", "aeasgd", "ako", "allreduce", "async-diloco", "delay-by-one", "diloco", "dpsgd", "local-sgd",
+    "noloco", "parameter-server", "sgp",
 )  # fmt: skip
 
 
