@@ -82,13 +82,18 @@ WHOLE: dict[str, Any] = {"piece_megabytes": 256}
 """Options under which the model travels in one piece."""
 RING, RANDOM = ({"name": "adpsgd", "pattern": pattern, **WHOLE} for pattern in ("ring", "random"))
 HYBRID = {"name": "hadpsgd", "per_node": 8, "pattern": "ring", **WHOLE}
-OTHER_GPU = "another GPU, which reaches another share of its peak; and faster than linear scaling from the fitted row"
+OTHER_GPU = (
+    "a different GPU, which reaches a different share of its peak; the published time is also shorter than linear "
+    "scaling from the fitted row"
+)
 OTHER_ALGORITHM = (
-    "another algorithm: weights are averaged 12 times an epoch; and faster than linear scaling from the fitted row"
+    "a different algorithm, which averages weights 12 times an epoch; the published time is also shorter than linear "
+    "scaling from the fitted row"
 )
 FASTER = "faster than linear scaling from one V100 (192 h / 64 = 3.0 h): faster nodes, or a better implementation"
 OTHER_MACHINE = (
-    "another machine and implementation than the fitted row's: its 64 devices are faster than linear scaling"
+    "a different machine and implementation from those of the fitted row; 64 of these devices are already faster than "
+    "linear scaling"
 )
 V100, P9, P100 = "v100-2019", "p9-v100-2020", "p100-2018"
 CONG, ON_P9 = "Cong et al., ICASSP 2020", "V100, IBM P9, randomised and delay-by-one"
@@ -147,7 +152,7 @@ def page() -> str:
 
 def _row(row: Published) -> str:
     if row is FITTED:
-        remark, error = "**fitted**: the one row that the efficiency is taken from", "0 by construction"
+        remark, error = "**fitted**: the only row used to fit the efficiency", "0 by construction"
     else:
         remark = f"not comparable: {row.not_comparable}" if row.not_comparable else "prediction"
         error = f"{row.error:+.0%}".replace("%", " %")
