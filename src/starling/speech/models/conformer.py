@@ -33,8 +33,7 @@ class RelativeAttention(SelfAttention):
         past: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, None]:
         """The outputs for whole utterances. The arguments are those of `SelfAttention`; `places` is `distances(T,
-        width)`.
-        """
+        width)`."""
         if places is None or past is not None:
             raise ValueError("relative attention needs the sinusoids of distances, of whole utterances")
         queries, keys, values = self.inputs(frames).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
