@@ -141,9 +141,7 @@ def open_audio(audio: Path | IO[bytes], name: object) -> _File:
     try:
         return soundfile.SoundFile(str(audio) if isinstance(audio, Path) else audio)
     except (soundfile.SoundFileError, OSError, RuntimeError, ValueError, TypeError) as error:
-        reason = re.sub(
-            r"^Error opening .*?: ", "", str(error)
-        )  # without the name of the file or of the in-memory object
+        reason = re.sub(r"^Error opening .*?: ", "", str(error))  # without the name of the file or in-memory object
         is_unknown = getattr(error, "code", None) == _UNKNOWN_FORMAT
     if is_unknown and find_spec("av") is not None:
         try:

@@ -302,9 +302,7 @@ class _Making:
                 stage.file.unlink()
                 ((stage, result),) = self._executor.run([replace(stage, taken=frozenset(taken))], meter.add)
             seen.update(result.shard.ids)
-            short = (
-                () if writes and self._source.strings else result.short
-            )  # strings are made from audio that was already checked
+            short = () if writes and self._source.strings else result.short  # strings use audio already checked
             self._whole.count(result.total, result.dropped, short)
             yield stage, result
         meter.end()

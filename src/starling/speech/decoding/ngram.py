@@ -203,9 +203,7 @@ def _discounts(counts: Iterable[int]) -> tuple[float, float, float]:
         return _FALLBACK
     y = n[1] / (n[1] + 2 * n[2])
     one, two, more = (count - (count + 1) * y * n[count + 1] / n[count] for count in (1, 2, 3))
-    if not (
-        0 < one <= 1 and 0 < two <= 2 and 0 < more <= 3
-    ):  # a discount of 0 would leave no probability to unseen words
+    if not (0 < one <= 1 and 0 < two <= 2 and 0 < more <= 3):  # with 0, unseen words would have no probability
         return _FALLBACK
     return one, two, more
 
