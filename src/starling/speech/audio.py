@@ -26,40 +26,41 @@ if TYPE_CHECKING:
 
 Seconds = float
 Audio = tuple[NDArray[np.float32], int]
-"""Samples [T], mono, and their rate in Hz."""
+"""Mono samples `[T]`, and their sampling rate in Hz."""
 MAX_SECONDS = 3600.0
-"""Maximum length of audio that is read at once; longer recordings need segments."""
+"""Maximum length of audio that is read at once. Longer recordings must be read in segments."""
 MAX_SAMPLES = round(MAX_SECONDS * 48_000)
-"""Maximum number of samples that are read at once. It bounds memory at very high sampling rates."""
+"""Maximum number of samples that are read at once. This bounds memory at very high sampling rates."""
 RATES = (1_000, 768_000)
-"""The lowest and the highest sampling rate, Hz."""
+"""The lowest and the highest supported sampling rate, in Hz."""
 LEAST_SHARE = 0.9
-"""The smallest accepted share of the audio that a header declares. Recorders that are switched off, or whose disk is
-full, leave headers that declare slightly more audio than the file has; it is read as it is, as sox and FFmpeg do."""
+"""The smallest accepted fraction of the audio that a header declares. A recorder that is switched off, or whose disk is
+full, leaves a header that declares slightly more audio than the file has. Such a file is read to its end, as sox and
+FFmpeg do."""
 SUFFIXES = (".wav", ".flac", ".mp3", ".opus", ".ogg", ".oga", ".aif", ".aiff", ".aifc", ".au", ".w64", ".rf64", ".caf")
 """Suffixes of the files that libsndfile reads."""
 MEDIA_SUFFIXES = (".m4a", ".aac", ".mp4", ".mov", ".3gp", ".webm", ".mkv", ".avi", ".wma", ".wmv", ".amr")
 """Suffixes of the files that FFmpeg reads in addition."""
 _MEDIA = {"format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,aac,asf,avi,amr", "protocol_whitelist": ""}
-"""FFmpeg's options: only formats that contain audio themselves. Playlists, which name other files and addresses, are
-excluded."""
-_UNKNOWN_FORMAT = 1  # libsndfile's code
+"""FFmpeg's options, which allow only formats that contain the audio itself. Playlists are excluded because they name
+other files and addresses."""
+_UNKNOWN_FORMAT = 1  # libsndfile's error code
 _ESTIMATED_LENGTH = ("MP3", "MPEG")
 _SHORT_CHUNK = re.compile(r"data : (\d+) \(should be (\d+)\)")
 _BLOCK = 1 << 18
-"""Number of values read at once over all channels, and of bytes read at once from raw PCM."""
+"""Number of values, over all channels, that are read at once; also the number of bytes read at once from raw PCM."""
 _STREAMED = 0x7FFFF000
-"""Declared sizes of at least this value are placeholders: the length was unknown when the header was written."""
+"""A declared size of at least this value is a placeholder: the length was unknown when the header was written."""
 _short: ContextVar[list[str] | None] = ContextVar("short", default=None)
 
 
 class Media(AbstractContextManager["Media"]):
-    """The first audio track of a file that FFmpeg decodes. It is read like a `soundfile.SoundFile`; its length is an
-    estimate. FFmpeg gets the open file, so its contents cannot name another file."""
+    """The first audio track of a file that FFmpeg decodes, with the interface of a `soundfile.SoundFile`. The length is
+    an estimate. FFmpeg reads from the open file, so that the file's contents cannot refer to another file."""
 
     format, extra_info = "", ""
     least_share = 0.0
-    """The smallest accepted share of the declared length: a video may be longer than its audio."""
+    """The smallest accepted fraction of the declared length. A video may be longer than its audio."""
 
     def __init__(self, audio: Path | IO[bytes]) -> None:
         self._file = audio.open("rb") if isinstance(audio, Path) else audio
@@ -98,7 +99,7 @@ class Media(AbstractContextManager["Media"]):
             raise ValueError(f"FFmpeg: {error.strerror or error}") from error
 
     def _decoded(self) -> Generator[NDArray[np.float32], None, None]:
-        """The decoded blocks `[n, channels]`."""
+        """Yield the decoded blocks `[n, channels]`."""
         from av import AudioResampler, FFmpegError
 
         with self._opened() as container:
@@ -109,7 +110,7 @@ class Media(AbstractContextManager["Media"]):
                     for part in as_floats.resample(frame):
                         yield np.asarray(part.to_ndarray().T, np.float32)
             except FFmpegError:
-                if not self.least_share:  # otherwise `read_blocks` finds what is missing
+                if not self.least_share:  # otherwise, `read_blocks` detects missing audio
                     raise
 
     def seek(self, first: int) -> None:
@@ -118,7 +119,7 @@ class Media(AbstractContextManager["Media"]):
             first -= len(left_out)
 
     def read(self, most: int, **_: object) -> NDArray[np.float32]:
-        """The next samples `[n, channels]`, at most `most`; none at the end."""
+        """The next samples `[n, channels]`, where n is at most `most`, and 0 at the end."""
         while not len(self._rest) and (block := next(self._blocks, None)) is not None:
             self._rest = block
         found, self._rest = self._rest[:most], self._rest[most:]
@@ -134,13 +135,13 @@ def audio_suffixes() -> tuple[str, ...]:
 
 
 def open_audio(audio: Path | IO[bytes], name: object) -> _File:
-    """Open a file, or a seekable stream. Raises DataError that begins with `name`."""
+    """Open a file or a seekable stream. Raises DataError, whose message begins with `name`, if it cannot be opened."""
     import soundfile
 
     try:
         return soundfile.SoundFile(str(audio) if isinstance(audio, Path) else audio)
     except (soundfile.SoundFileError, OSError, RuntimeError, ValueError, TypeError) as error:
-        reason = re.sub(r"^Error opening .*?: ", "", str(error))  # without the name, or that of an object in memory
+        reason = re.sub(r"^Error opening .*?: ", "", str(error))  # without the name of the file or in-memory object
         is_unknown = getattr(error, "code", None) == _UNKNOWN_FORMAT
     if is_unknown and find_spec("av") is not None:
         try:
@@ -154,7 +155,7 @@ def open_audio(audio: Path | IO[bytes], name: object) -> _File:
 
 @dataclass
 class Sound:
-    """Audio that is being read. Iterating over it yields its blocks."""
+    """Audio that is being read. Iterating over a `Sound` yields its blocks."""
 
     rate: int
     seconds: float | None
@@ -165,7 +166,7 @@ class Sound:
     note: str = ""
     """A remark for the user."""
     heard: Seconds = 0.0
-    """Length of the blocks so far."""
+    """Length of the blocks read so far."""
 
     def __iter__(self) -> Iterator[NDArray[np.float32]]:
         samples = 0
@@ -177,8 +178,8 @@ class Sound:
 
 @contextmanager
 def opened(audio: Path | IO[bytes], name: str, raw_rate: int | None = None) -> Iterator[Sound]:
-    """Open a file or a seekable stream or, if `raw_rate` is given, a stream of raw PCM at that rate. Raises DataError
-    that begins with `name`."""
+    """Open a file or a seekable stream. If `raw_rate` is given, the stream contains raw PCM at this rate. Raises
+    DataError, whose message begins with `name`, if the audio cannot be opened."""
     if raw_rate is not None and not isinstance(audio, Path):
         yield Sound(raw_rate, None, _pcm_blocks(audio, name))
         return
@@ -198,11 +199,12 @@ def opened(audio: Path | IO[bytes], name: str, raw_rate: int | None = None) -> I
 def read_audio(
     path: Path, start: float = 0.0, duration: float | None = None, channel: int | None = None
 ) -> tuple[NDArray[np.float32], int]:
-    """Samples [T] in -1..1 and sampling rate in Hz of a file, or of the segment of `duration` seconds from `start`.
+    """Read a file, or its segment of `duration` seconds from `start`. Returns samples `[T]` in -1..1 and the sampling
+    rate in Hz.
 
     Raises:
         DataError: The file is missing, not a regular file, empty, truncated or not audio; the segment is longer than
-            an hour or extends beyond the end; `channel` does not exist, or is missing for several channels.
+            an hour or extends beyond the end; `channel` does not exist, or is not given although there are several.
     """
     import soundfile
 
@@ -221,7 +223,8 @@ def read_audio(
 
 @contextmanager
 def noting_short() -> Iterator[list[str]]:
-    """A context that collects the files read in it that have slightly less audio than their headers declare."""
+    """A context manager that collects the names of files, read within the context, that have slightly less audio than
+    their headers declare."""
     found = list[str]()
     token = _short.set(found)
     try:
@@ -231,8 +234,8 @@ def noting_short() -> Iterator[list[str]]:
 
 
 def read_blocks(file: _File, name: object, count: int | None = None) -> Iterator[NDArray[np.float32]]:
-    """The next `count` samples (None: all) in blocks `[n, channels]`. Memory use depends on the samples present, not on
-    the header. Raises DataError that begins with `name` if there are fewer, or none."""
+    """Yield the next `count` samples (None: all) in blocks `[n, channels]`. Memory use depends on the samples present,
+    not on the header. Raises DataError, whose message begins with `name`, if there are fewer samples, or none."""
     import soundfile
 
     most, read = max(1, _BLOCK // file.channels), 0
@@ -266,7 +269,7 @@ def check_regular(path: Path) -> None:
 
 
 def _segment(path: Path, file: _File, start: float, duration: float | None) -> tuple[int, int]:
-    """First sample and number of samples to read."""
+    """The first sample of a segment, and the number of samples to read."""
     rate, total = int(file.samplerate), int(file.frames)
     if rate < 1:
         raise DataError(f"{path}: sampling rate {rate} Hz")
@@ -292,8 +295,8 @@ def _segment(path: Path, file: _File, start: float, duration: float | None) -> t
 
 
 def share_there(name: object, file: _File) -> float:
-    """The share of the declared audio that the file contains: 1, or slightly less. Raises DataError that begins with
-    `name` if it is less than `LEAST_SHARE`."""
+    """The fraction of the declared audio that the file contains: 1, or slightly less. Raises DataError, whose message
+    begins with `name`, if the fraction is less than `LEAST_SHARE`."""
     short = _SHORT_CHUNK.search(str(file.extra_info))
     if not short or int(short[1]) >= _STREAMED or int(short[2]) >= int(short[1]):
         return 1.0
@@ -311,7 +314,7 @@ def _channel(path: Path, channels: int, channel: int | None) -> int:
 
 
 def check_rate(rate: int, name: str) -> None:
-    """Raise DataError for an impossible sampling rate."""
+    """Raise DataError for an unsupported sampling rate."""
     if not RATES[0] <= rate <= RATES[1]:
         raise DataError(
             f"{name}: a sampling rate of {rate} Hz is impossible; the limits are {RATES[0]} and {RATES[1]} Hz"
@@ -319,7 +322,7 @@ def check_rate(rate: int, name: str) -> None:
 
 
 def _pcm_blocks(stream: IO[bytes], name: str) -> Iterator[NDArray[np.float32]]:
-    """Blocks of raw PCM (one channel, 16 bits, little-endian), as soon as they arrive."""
+    """Yield blocks of raw PCM (one channel, 16 bits, little-endian) as soon as they arrive."""
     rest = b""
     read1 = getattr(stream, "read1", stream.read)
     while data := read1(_BLOCK):
@@ -331,13 +334,13 @@ def _pcm_blocks(stream: IO[bytes], name: str) -> Iterator[NDArray[np.float32]]:
 
 
 def pcm(data: bytes) -> tuple[NDArray[np.float32], bytes]:
-    """Samples in [-1, 1] of 16-bit little-endian PCM, and the byte left over."""
+    """The samples, in [-1, 1], of 16-bit little-endian PCM, and any byte left over."""
     whole = len(data) // 2 * 2
     return np.frombuffer(data[:whole], "<i2").astype(np.float32) / 32768.0, data[whole:]
 
 
 def checked(samples: NDArray[np.float32], name: str) -> NDArray[np.float32]:
-    """The samples. Raises DataError if some are not finite."""
+    """Return `samples` unchanged. Raises DataError if some of them are not finite."""
     if not np.isfinite(samples).all():
         raise DataError(f"{name}: contains samples that are not finite (NaN or infinity): decode it again")
     return samples

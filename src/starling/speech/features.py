@@ -1,4 +1,4 @@
-"""Log-mel features, computed from waveforms on the fly, as defined by Kaldi."""
+"""Log-mel features as Kaldi defines them, computed from waveforms on the fly."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _Result = TypeVar("_Result")
 
 _SMALLEST_DEVIATION = 1e-5  # so that constant features (digital silence) are not divided by zero
 WHOLE = ("active", "utterance", "speech")
-"""Normalisations that need whole recordings."""
-_FITTED_AT_ONCE = 32  # utterances that are read together
+"""Values of `normalise` that need whole recordings."""
+_FITTED_AT_ONCE = 32  # number of utterances that are read together
 _PRE_EMPHASIS = 0.97
-_BLOCK = 256  # frames computed at a time, so that intermediate results stay in the processor's cache
-_MULTIPLE = 16  # the number of frames is a multiple: with few rows, libraries' results may differ in the last bits
-_HIGHEST_WARPED = 4800.0  # Hz: above the formants, where a warped frequency axis bends back (Jaitly & Hinton 2013)
+_BLOCK = 256  # number of frames computed at a time, so that intermediate results stay in the CPU cache
+_MULTIPLE = 16  # frame counts are padded to a multiple: with few rows, libraries' results may differ in the last bits
+_HIGHEST_WARPED = 4800.0  # Hz: above the formants; a warped frequency axis bends back here (Jaitly & Hinton 2013)
 _BANKS_KEPT = 128
 
 
@@ -81,25 +81,26 @@ class FeatureConfig(Config):
 
 @dataclass(frozen=True)
 class Warp:
-    """A change of an utterance while its features are computed, at no cost: it sounds `tempo` times as fast at the same
-    pitch, and energy at frequency f appears at `frequency` * f, as with a shorter vocal tract."""
+    """A perturbation of an utterance that is applied, at no extra cost, while its features are computed. The utterance
+    sounds `tempo` times as fast at the same pitch, and energy at frequency f appears at `frequency` * f, as if the
+    vocal tract were shorter."""
 
     tempo: float = 1.0
     frequency: float = 1.0
 
 
 class LogMel:
-    """Waveform `[T]` in [-1, 1] -> log-mel features `[frames, F]`, as defined by Kaldi.
+    """Computes log-mel features `[frames, F]`, as Kaldi defines them, from a waveform `[T]` in [-1, 1].
 
-    Frames are centred (`snip_edges=False`): their number is the length divided by the frame shift, rounded.
-    An utterance's features do not depend on the other utterances of its batch.
+    Frames are centred (`snip_edges=False`): their number is the length of the waveform divided by the frame shift,
+    rounded. An utterance's features do not depend on the other utterances of its batch.
 
-    The energies are those of lhotse's `Wav2LogFilterBank`, with the same window and mel bank: for each frame, subtract
-    the mean `m`, apply pre-emphasis, multiply by the window `w`, |FFT|^2, mel bank, log. Because pre-emphasis is linear
-    and the window begins with 0, the frames are cut from a waveform with pre-emphasis:
-    `w * (x[t] - 0.97 x[t-1] - 0.03 m)`.
-    The result is equal up to rounding, and more than twice as fast; all waveforms share the FFTs. With `kind: raw`, the
-    samples `[T, 1]` take the place of energies.
+    The energies are those of lhotse's `Wav2LogFilterBank`, with the same window and mel bank. For each frame, lhotse
+    subtracts the mean `m`, applies pre-emphasis, multiplies by the window `w`, and computes |FFT|^2, the mel bank's
+    outputs and their logarithms. Because pre-emphasis is linear and the window begins with 0, we apply pre-emphasis to
+    the whole waveform before cutting it into frames: `w * (x[t] - 0.97 x[t-1] - 0.03 m)`. The result is equal up to
+    rounding, and is computed more than twice as fast. All waveforms of a batch share the FFTs. With `kind: raw`, the
+    samples `[T, 1]` replace the energies.
     """
 
     def __init__(self, config: FeatureConfig, sampling_rate: int) -> None:
@@ -110,7 +111,7 @@ class LogMel:
         self.num_bands = config.mels_at(sampling_rate)
         self.num_features = self.num_bands * (2 * config.splice + 1)
         self.statistics: dict[str, torch.Tensor] = {}
-        """`mean` and `deviation` of each band `[F]` for normalise: global; empty before `fit`."""
+        """The `mean` and `deviation` `[F]` of each band for `normalise: global`; empty before `fit`."""
         self.length = math.floor(config.frame_length * sampling_rate)
         """Number of samples in a window."""
         self.shift = math.floor(config.frame_shift * sampling_rate)
@@ -119,11 +120,11 @@ class LogMel:
             return
         self._fft_length = 2 ** (self.length - 1).bit_length()
         self.window = torch.hann_window(self.length, periodic=False).pow(0.85)  # Povey's
-        """The window, `[length]`."""
+        """The window function `[length]`."""
         self.bank = self._bank()
-        """The mel bank, `[fft_length / 2 + 1, F]`."""
+        """The mel filter bank `[fft_length / 2 + 1, F]`."""
         self.floor = 1e-14 if config.normalise == "active" else float(torch.finfo(torch.float32).eps)
-        """The smallest energy."""
+        """Lower bound on an energy."""
 
     @property
     def frame_seconds(self) -> float:
@@ -132,12 +133,12 @@ class LogMel:
 
     @property
     def left(self) -> int:
-        """Number of samples of the first window that lie before a waveform, where it is mirrored."""
+        """Number of samples of the first window that lie before the waveform and are filled by mirroring it."""
         return (self.length - self.shift) // 2
 
     @property
     def longest_pause(self) -> int | None:
-        """Number of frames that are kept of a longer pause; None keeps all of them."""
+        """Number of frames to which a longer pause is shortened; None if pauses are not shortened."""
         return None if self.config.pauses is None else round(self.config.pauses / self.config.frame_shift)
 
     def num_frames(self, num_samples: int, tempo: float = 1.0) -> int:
@@ -148,7 +149,7 @@ class LogMel:
         return (num_samples + shift // 2) // shift
 
     def __call__(self, waveform: torch.Tensor, utterance: str = "") -> torch.Tensor:
-        """The features `[frames, F]`, float32, of one waveform `[T]`, normalised as configured.
+        """The float32 features `[frames, F]` of one waveform `[T]`, normalised as configured.
 
         Raises DataError, naming `utterance`, for audio that is shorter than one window or not finite.
         """
@@ -160,10 +161,11 @@ class LogMel:
         warps: Sequence[Warp] | None = None,
         least: Sequence[int] | None = None,
     ) -> list[torch.Tensor]:
-        """The features of several waveforms that passed `checked`; faster than one at a time, with the same result.
+        """The features of several waveforms that passed `checked`. The result is the same as for one waveform at a
+        time, but is computed faster.
 
-        `warps` changes the tempo and the frequency axis of each. An utterance keeps all of its pauses if without them
-        it would have fewer than `least` frames. Raises DataError if `normalise: global` has no statistics.
+        `warps` changes the tempo and the frequency axis of each waveform. An utterance keeps all of its pauses if it
+        would otherwise have fewer than `least` frames. Raises DataError if `normalise: global` has no statistics.
         """
         energies = self.energies(waveforms, warps)
         if self.config.pauses is not None:
@@ -172,7 +174,7 @@ class LogMel:
         return self.of_energies(energies)
 
     def of_energies(self, energies: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The features `[frames, F]` of log-mel energies `[frames, num_bands]` of each utterance."""
+        """The features `[frames, F]` of each utterance, computed from its log-mel energies `[frames, num_bands]`."""
         bands = self.normalised(energies)
         return [spliced(each, self.config.splice) for each in bands] if self.config.splice else bands
 
@@ -183,8 +185,8 @@ class LogMel:
         warps: Sequence[Warp] | None = None,
         least: Sequence[int] | None = None,
     ) -> list[torch.Tensor | DataError]:
-        """The features of several waveforms, as `batch` computes them; waveforms may fail `checked` or be errors, which
-        are then returned in their places."""
+        """The features of several waveforms, computed as `batch` does. An element may be an error, or a waveform that
+        fails `checked`; the result then has the error in its place."""
         found = [attempt(self.checked, *each) for each in zip(waveforms, utterances, strict=True)]
         usable = {place: each for place, each in enumerate(found) if not isinstance(each, DataError)}
         if usable:
@@ -197,19 +199,19 @@ class LogMel:
         return [usable.get(place, each) for place, each in enumerate(found)]
 
     def bands(self, waveforms: Sequence[torch.Tensor], warps: Sequence[Warp] | None = None) -> list[torch.Tensor]:
-        """The log-mel energies `[frames, num_bands]`, normalised but not spliced, with all pauses."""
+        """The log-mel energies `[frames, num_bands]` of each waveform, normalised but not spliced, with all pauses."""
         return self.normalised(self.energies(waveforms, warps))
 
     def kept(self, energies: torch.Tensor, least: int = 0) -> NDArray[np.int64]:
-        """The frames of log-mel energies `[frames, num_bands]` that are left when pauses are shortened; all of them if
-        fewer than `least` would be left."""
+        """Indices of the frames of log-mel energies `[frames, num_bands]` that remain when pauses are shortened; all
+        frames if fewer than `least` would remain."""
         if self.longest_pause is None:
             return np.arange(len(energies))
         places = without_long_pauses(energies.exp().numpy(), self.longest_pause)
         return places if len(places) >= least else np.arange(len(energies))
 
     def normalised(self, energies: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Log-mel energies `[frames, num_bands]` of each utterance, normalised as configured."""
+        """Normalise the log-mel energies `[frames, num_bands]` of each utterance as configured."""
         import torch
 
         if self.config.normalise == "none":
@@ -233,7 +235,8 @@ class LogMel:
     ) -> None:
         """Estimate the mean and deviation of `normalise: global` from evenly spaced utterances of a set.
 
-        Raises DataError, naming the utterance, for unusable audio; with `on_bad` "skip", if all audio is unusable.
+        Raises DataError, naming the utterance, for unusable audio. If `on_bad` is "skip", unusable audio is skipped,
+        and DataError is raised only if all audio is unusable.
         """
         import torch
 
@@ -259,8 +262,8 @@ class LogMel:
         self.statistics = {"mean": mean.float(), "deviation": deviation.float().clamp(min=_SMALLEST_DEVIATION)}
 
     def checked(self, audio: NDArray[np.float32] | torch.Tensor | DataError, utterance: str = "") -> torch.Tensor:
-        """The audio of an utterance as a waveform `[T]`. Raises `audio` if it is an error, and DataError, naming
-        `utterance`, for audio that is not `[T]`, shorter than one window or not finite."""
+        """The audio of an utterance as a waveform `[T]`. Raises `audio` if it is an error. Raises DataError, naming
+        `utterance`, if the audio does not have the shape `[T]`, is shorter than one window, or is not finite."""
         if isinstance(audio, DataError):
             raise audio
         import torch
@@ -280,10 +283,10 @@ class LogMel:
         return waveform
 
     def energies(self, waveforms: Sequence[torch.Tensor], warps: Sequence[Warp] | None = None) -> list[torch.Tensor]:
-        """The energies `[frames, num_bands]` of each waveform; they do not depend on the other waveforms.
+        """The energies `[frames, num_bands]` of each waveform, which do not depend on the other waveforms.
 
-        For a warped waveform, windows keep their length but are further apart at a higher tempo, rounded to samples,
-        and the mel bank sees a warped frequency axis.
+        For a warped waveform, windows keep their length, but a higher tempo moves them further apart (by a whole number
+        of samples), and the mel bank uses a warped frequency axis.
         """
         if self.config.kind == "raw":
             return [waveform[:, None] for waveform in waveforms]
@@ -302,7 +305,7 @@ class LogMel:
         import torch
 
         counts = [(len(waveform) + shift // 2) // shift for waveform in waveforms]
-        between = -(-self.length // shift) - 1  # frames that overlap two utterances and are not used
+        between = -(-self.length // shift) - 1  # unused frames, which overlap two utterances
         first = np.cumsum([0, *(count + between for count in counts)]).tolist()
         rows = -(-first[-1] // _MULTIPLE) * _MULTIPLE
         samples = np.zeros((rows - 1) * shift + self.length, np.float32)
@@ -312,15 +315,16 @@ class LogMel:
         return [energies[row : row + count] for row, count in zip(first[:-1], counts, strict=True)]
 
     def of_samples(self, samples: torch.Tensor, count: int) -> torch.Tensor:
-        """The energies `[count, F]` of windows that begin at the first sample, without mirroring."""
+        """The energies `[count, F]` of the first `count` windows. The first window begins at the first sample; the
+        samples are not mirrored."""
         return self._energies(samples.contiguous(), count, self.shift, self.bank)
 
     def _shifted(self, tempo: float) -> int:
-        """Number of samples from one frame to the next at a tempo."""
+        """Number of samples from one frame to the next at the given tempo."""
         return self.shift if tempo == 1.0 else max(1, min(self.length, round(self.shift * tempo)))
 
     def _lay(self, waveform: NDArray[np.float32], count: int, into: NDArray[np.float32], shift: int) -> None:
-        """Copy a waveform, mirrored at its ends to fill `count` frames, to the beginning of an array."""
+        """Copy a waveform to the beginning of `into`, mirrored at its ends to fill `count` frames."""
         left, whole = (self.length - shift) // 2, (count - 1) * shift + self.length
         into[:left] = waveform[:left][::-1]
         middle = waveform[: whole - left]
@@ -334,7 +338,7 @@ class LogMel:
         import torch
 
         emphasised = torch.empty_like(samples)
-        emphasised[0] = 0.0  # the window hides it
+        emphasised[0] = 0.0  # the window is 0 here
         torch.sub(samples[1:], samples[:-1], alpha=_PRE_EMPHASIS, out=emphasised[1:])
         size, stride = (rows, self.length), (shift, 1)
         raw, frames = samples.as_strided(size, stride), emphasised.as_strided(size, stride)
@@ -354,8 +358,8 @@ class LogMel:
 
 
 def spliced(features: torch.Tensor, width: int) -> torch.Tensor:
-    """Each frame of `[T, F]` joined with `width` neighbours on either side, `[T, (2 * width + 1) * F]`; at the ends,
-    the outermost frame is repeated."""
+    """Join each frame of `[T, F]` with its `width` neighbours on either side, which gives `[T, (2 * width + 1) * F]`.
+    The first and the last frame are repeated beyond the ends."""
     import torch
 
     place = torch.arange(len(features))[:, None] + torch.arange(-width, width + 1)
@@ -387,13 +391,13 @@ def _mel(hertz: NDArray[np.floating]) -> NDArray[np.floating]:
 def mel_bank(
     num_bands: int, fft_length: int, sampling_rate: int, low: float, high: float, warp: float = 1.0
 ) -> torch.Tensor:
-    """Kaldi's triangular filters `[fft_length / 2 + 1, num_bands]`, bit-identical to lhotse's, or on a warped frequency
-    axis.
+    """Kaldi's triangular filters `[fft_length / 2 + 1, num_bands]`, optionally on a warped frequency axis. Without
+    warping, they are bit-identical to lhotse's.
 
-    The axis is f -> warp * f up to a boundary, and from there a line to the Nyquist frequency, which does not move
-    (Jaitly & Hinton 2013, "Vocal tract length perturbation improves speech recognition"). `low` and `high` are the
-    edges of the bands in Hz; `high` <= 0 counts from the Nyquist frequency down. Raises ConfigError for impossible
-    edges.
+    The warped axis maps f to warp * f up to a boundary. From the boundary, it is a line to the Nyquist frequency, which
+    stays fixed (Jaitly & Hinton 2013, "Vocal tract length perturbation improves speech recognition"). `low` and `high`
+    are the edges of the bands in Hz; a `high` <= 0 is an offset from the Nyquist frequency. Raises ConfigError for
+    impossible edges.
     """
     import torch
 
@@ -404,7 +408,7 @@ def mel_bank(
             f"features: bands from {low:g} to {high:g} Hz do not fit a sampling rate of {sampling_rate} Hz: choose "
             "features.low_freq and features.high_freq below half of it"
         )
-    if warp == 1.0:  # in single precision, as Kaldi and lhotse
+    if warp == 1.0:  # single precision, as in Kaldi and lhotse
         bins = np.arange(fft_length // 2, dtype=np.float32) * (sampling_rate / fft_length)
         edges = np.arange(num_bands + 2, dtype=np.float32) * ((highest - lowest) / (num_bands + 1)) + lowest
     else:

@@ -1,7 +1,7 @@
 """Prepares the sets of a corpus: checks, filters and resamples utterances, and writes them as Shar shards.
 
-For sets that were prepared and copied to an object store, it fetches the index once; audio is read from the store by
-byte ranges.
+For prepared sets that were copied to an object store, only the index is fetched, once. Byte ranges of the audio are
+read from the store.
 """
 
 import fcntl
@@ -41,14 +41,14 @@ from starling.speech.usable import NO_SPEAKER, Checker, Source
 SETTINGS = "settings.json"
 """The file with the settings from which a set was made."""
 SHORT = "short.tsv"
-"""The file with the utterances whose files have a little less audio than their headers declare."""
-_MAX_NAMED = 3  # dropped utterances
-_LISTED = ("dropped.tsv", SHORT)  # fetched from an object store if they exist
+"""The file that lists the utterances whose audio files are slightly shorter than their headers declare."""
+_MAX_NAMED = 3  # maximum number of dropped utterances in a description
+_LISTED = ("dropped.tsv", SHORT)  # files that are fetched from an object store if they exist
 
 
 @dataclass(frozen=True)
 class Summary:
-    """All prepared sets of a recipe, and the names of those that this call wrote."""
+    """All prepared sets of a recipe, and the names of the sets that this call wrote."""
 
     folder: Path
     sets: tuple[SetSummary, ...]
@@ -66,9 +66,10 @@ def prepare(
     An existing set with other settings is replaced only with `overwrite`. With `remote`, only the indexes of the sets
     are fetched.
 
-    A set is made in `<set>.partial`, shard by shard, and renamed when it is complete. After a failed call, the next
-    call continues from the finished shards. The executor determines where shards are made (default: in this process,
-    one after another); it does not affect the bytes of a set, nor does an interruption. Concurrent calls take turns.
+    A set is built in `<set>.partial`, shard by shard, and renamed when it is complete. After a failed call, the next
+    call continues from the finished shards. The executor determines where shards are built (by default, in this
+    process, one after another). Neither the executor nor an interruption affects the bytes of a set. Concurrent calls
+    take turns.
 
     Raises:
         ConfigError: The folder contains sets with other settings, and `overwrite` is off; nothing was changed.
@@ -99,8 +100,8 @@ def prepare(
 def prepare_all(
     recipe: Recipe, progress: OnProgress | None = None, executor: Executor | None = None, overwrite: bool = False
 ) -> str:
-    """Prepare the sets of `data` and the additional sets of the mixture; return a description. Raises ConfigError and
-    DataError as `prepare` does."""
+    """Prepare the sets of `data` and the additional sets of the mixture, and return a description. Raises ConfigError
+    and DataError as `prepare` does."""
     lines = [describe(prepare(recipe.data, progress, executor, overwrite))]
     for _, name in recipe.training_sets:
         if name in recipe.data.sets and name not in recipe.data.used_sets:
@@ -110,7 +111,8 @@ def prepare_all(
 
 
 def describe(summary: Summary) -> str:
-    """A description with one line for each set: utterances, hours, speakers, rate, and dropped utterances."""
+    """A description with one line for each set: the numbers of utterances, hours and speakers, the sampling rate, and
+    the dropped utterances."""
     lines = []
     for each in summary.sets:
         state = "written" if each.name in summary.written else "kept"
@@ -169,7 +171,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _finished_digest(folder: Path) -> str | None:
-    """The digest of a set that was prepared here and can be opened; otherwise None."""
+    """The digest of a set if it was prepared here and can be opened; otherwise None."""
     if (folder / REMOTE).exists():
         return None
     try:
@@ -190,7 +192,7 @@ def _check_nothing_is_lost(config: DataConfig, missing: Sequence[str]) -> None:
 
 
 def _changes(config: DataConfig, name: str) -> list[str]:
-    """The settings in which a set that was prepared here differs from the recipe."""
+    """The settings in which an existing set that was prepared here differs from the recipe."""
     folder = config.set_folder(name)
     if (folder / REMOTE).exists():
         return []
@@ -202,11 +204,11 @@ def _changes(config: DataConfig, name: str) -> list[str]:
 
 
 def make_set(source: Source, final: Path, executor: Executor, report: OnProgress) -> None:
-    """Make a set in a partial folder beside `final`, then rename it to `final`.
+    """Build a set in a partial folder beside `final`, then rename the folder to `final`.
 
-    Utterances are listed in chunks, and stages turn the chunks into shards. Stages that an earlier call finished, with
-    the same settings and list of utterances, are not repeated. If this call fails, its finished stages are kept for the
-    next one.
+    Utterances are listed in chunks, and each stage converts a chunk to a shard. Stages that an earlier call finished
+    with the same settings and list of utterances are not repeated. If this call fails, its finished stages are kept for
+    the next call.
 
     Raises:
         DataError: The corpus is missing or invalid (the message names the utterance or file), or a file cannot be
@@ -249,7 +251,7 @@ class _Making:
     def __init__(self, source: Source, work: Path, executor: Executor, report: OnProgress) -> None:
         self._source, self._work, self._executor, self._report = source, work, executor, report
         self._checking = source.checking
-        self._whole = Checker(source.checking)  # has the counts of all stages
+        self._whole = Checker(source.checking)  # accumulates the counts of all stages
 
     def write(self) -> None:
         """Write the shards, the list of dropped utterances, the settings and the index."""
@@ -263,7 +265,7 @@ class _Making:
             ]
             plans = plan_strings([each.speaker for each in recordings], source.strings, source.name)
             utterances = join_strings(recordings, plans, source.strings, self._checking.sampling_rate)
-            limits = self._checking.limits.model_copy(update={"trim": None})  # its recordings are trimmed
+            limits = self._checking.limits.model_copy(update={"trim": None})  # its recordings are already trimmed
             self._checking = replace(self._checking, limits=limits)
         files, wanted = list[Path](), set[str]()
         for stage, result in self._results(utterances, source.name, writes=True):
@@ -286,10 +288,10 @@ class _Making:
         write_index(made, source.name, rate, _shards(files), source.digest, len(dropped), seconds)
 
     def _results(self, utterances: Iterable[Utterance], label: str, writes: bool) -> Iterator[tuple[Stage, Result]]:
-        """The stage and result of each chunk, in order.
+        """Yield the stage and the result of each chunk, in order.
 
-        An id is a duplicate if an earlier utterance that is used has the same id, in any chunk. A stage does not know
-        the ids of other chunks, so a stage with such ids is run again with them.
+        An id is a duplicate if an earlier utterance that is kept, in any chunk, has the same id. A stage does not know
+        the ids of other chunks, so a stage with duplicate ids is run again with a list of them.
         """
         meter = Meter(label, utterances, self._report)
         seen: set[str] = set()
@@ -300,7 +302,7 @@ class _Making:
                 stage.file.unlink()
                 ((stage, result),) = self._executor.run([replace(stage, taken=frozenset(taken))], meter.add)
             seen.update(result.shard.ids)
-            short = () if writes and self._source.strings else result.short  # strings are made of what was checked
+            short = () if writes and self._source.strings else result.short  # strings use audio already checked
             self._whole.count(result.total, result.dropped, short)
             yield stage, result
         meter.end()
@@ -312,8 +314,8 @@ class _Making:
             number += 1
 
     def _forget_dropped(self) -> None:
-        """Make the next call repeat the stages that dropped utterances: repaired audio does not change their
-        listing."""
+        """Make the next call repeat the stages that dropped utterances. Otherwise, repaired audio would not be noticed,
+        because it does not change the list of utterances."""
         for file in (self._work / "stages").glob("*.json"):
             result = read_result(file)
             if result is None or result.dropped:
@@ -321,7 +323,7 @@ class _Making:
 
 
 def _shards(files: Iterable[Path]) -> Iterator[ShardIndex]:
-    """The indexes of the shards; only one at a time is in memory."""
+    """Yield the indexes of the shards. Only one index at a time is in memory."""
     for file in files:
         result = read_result(file)
         if result is None:
@@ -340,12 +342,12 @@ def fetch_sets(
 ) -> list[str]:
     """Fetch the index of each set at `address` to `<folder>/<name>`. Returns the names of the sets that were fetched.
 
-    `address`, e.g. s3://bucket/corpus, is a copy of a folder that `starling prepare` wrote. The sets' sampling rate, in
-    Hz, must equal the recipe's; their other settings may differ. Shards that have been read are kept in `cache`, if
-    any.
+    `address`, e.g. s3://bucket/corpus, is a copy of a folder that `starling prepare` wrote. The sampling rate of the
+    sets, in Hz, must equal the recipe's; other settings may differ. If `cache` is given, shards that have been read are
+    kept there.
 
     Raises:
-        DataError: A set or shard is missing, incomplete or of another size, access is refused, or the store does not
+        DataError: A set or shard is missing, incomplete or of the wrong size, access is refused, or the store does not
             respond.
     """
     written = []
@@ -354,7 +356,7 @@ def fetch_sets(
         text = objects.read("summary.json")
         _check_summary(text, objects, sampling_rate)
         where: dict[str, object] = {"address": f"{objects.address}/shar", "options": dict(options)}
-        if cache is not None:  # another upload of the set has a folder of its own
+        if cache is not None:  # each upload of the set has a separate folder
             where["cache"] = str(cache.absolute() / name / hashlib.sha256(text).hexdigest()[:16])
         if (final / "shar").exists():
             raise DataError(
@@ -368,7 +370,7 @@ def fetch_sets(
 
 
 def _check_summary(text: bytes, objects: ObjectFolder, sampling_rate: int) -> None:
-    """Raise DataError if a set's summary is damaged, or if its sampling rate or the size of a shard differs."""
+    """Raise DataError if a set's summary is damaged, or if its sampling rate or the size of a shard is wrong."""
     try:
         summary = parse_summary(text, objects.address)
     except (ValueError, KeyError, TypeError) as error:
@@ -387,7 +389,7 @@ def _check_summary(text: bytes, objects: ObjectFolder, sampling_rate: int) -> No
 
 
 def _is_there(folder: Path, summary: bytes, where: dict[str, object]) -> bool:
-    """Whether a set was fetched from the same address before, and can be opened."""
+    """Whether a set was already fetched from the same address and can be opened."""
     try:
         same = (folder / "summary.json").read_bytes() == summary
         same = same and json.loads((folder / REMOTE).read_text(encoding="utf-8")) == where

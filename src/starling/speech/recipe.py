@@ -35,17 +35,17 @@ _FIRST_SIZES = (
     *("layers", "hidden", "bottleneck", "width", "heads", "feed_forward", "positions"),
     *("channels", "context", "subsampling", "dropout"),
 )
-"""Keys of `model` that fingerprints include even where they are not set, as the first runs' fingerprints do."""
+"""Keys of `model` that fingerprints include even if they are unset, to match the fingerprints of the earliest runs."""
 _OF_FRAMES = ("sequences", "states", "alignment")
-"""Sections that only `loss: frames` has."""
+"""Sections that apply only to `loss: frames`."""
 _ONLY_FOR = {
     "frames": (*_OF_FRAMES, "features.splice", *(f"decoding.{key}" for key in OF_FRAMES)),
     "ctc": ("model.decoder", *(f"decoding.{key}" for key in OF_CTC)),
 }
-"""Keys, SECTION or SECTION.KEY, that apply to one loss only."""
+"""Keys that apply to one loss only, each written as SECTION or SECTION.KEY."""
 
 FORMAT = 2
-"""The format of recipes since Starling 0.2, which later versions will read."""
+"""The format of recipes since Starling 0.2. Later versions of Starling will read it."""
 
 
 class WarmStart(Config):
@@ -133,7 +133,7 @@ class Recipe(RecipeConfig):
     @model_validator(mode="before")
     @classmethod
     def _frames_have_defaults(cls, tree: Any) -> Any:
-        """Set the sections of `loss: frames` that are left out, and allow only the augmentation that is asked for."""
+        """Fill in the omitted sections of `loss: frames`, and enable only the augmentation that the recipe asks for."""
         if not isinstance(tree, dict) or tree.get("loss") != "frames":
             return tree
         defaults: dict[str, Any] = {section: {} for section in (*_OF_FRAMES, "decoding", "augment")}
@@ -156,7 +156,7 @@ class Recipe(RecipeConfig):
                 yield from (f"{key}: only for loss: {loss}; leave it out" for key in keys if self._is_set(key))
 
     def _is_set(self, key: str) -> bool:
-        """Whether a key, SECTION or SECTION.KEY, differs from its default."""
+        """Whether a key, written as SECTION or SECTION.KEY, differs from its default."""
         name, _, inner = key.partition(".")
         section = getattr(self, name)
         if not inner or section is None:
@@ -229,7 +229,7 @@ class Recipe(RecipeConfig):
 
     @property
     def training_sets(self) -> list[tuple[str, str]]:
-        """The sets to train on, each with its domain of the mixture; without a mixture, the domain is `""`."""
+        """The sets to train on, each with its domain in the mixture. Without a mixture, the domain is `""`."""
         if self.mixture is None:
             return [("", self.data.train)]
         return [(name, each) for name, domain in self.mixture.domains.items() for each in domain.sets]
@@ -240,7 +240,7 @@ class Recipe(RecipeConfig):
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = (), learners: int | None = None) -> Recipe:
-    """Load the recipe in a file, with `key=value` overrides, and with `learners` learners if given.
+    """Load the recipe in a file, and apply `key=value` overrides and, if given, the number of `learners`.
 
     Raises one ConfigError that lists all problems.
     """
@@ -249,7 +249,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), learners: int | None 
 
 
 def check_recipe(tree: Tree, where: str) -> Recipe:
-    """Check a tree, and return its recipe; `where` names it in the ConfigError that lists all problems."""
+    """Check a tree, and return its recipe. `where` names the tree in the ConfigError that lists all problems."""
     if (found := tree.get("format", FORMAT)) != FORMAT:
         raise ConfigError(
             f"recipe {where}: format {found!r}, but this version reads format {FORMAT}; write its keys into a new "
@@ -259,13 +259,14 @@ def check_recipe(tree: Tree, where: str) -> Recipe:
 
 
 def load_resolved(path: Path) -> Recipe:
-    """Load the recipe in an experiment's folder. Raises ConfigError if it is wrong or older than Starling 0.2."""
+    """Load the recipe in an experiment's folder. Raises ConfigError if the recipe is invalid or older than
+    Starling 0.2."""
     return check_resolved(read_recipe(path), str(path))
 
 
 def check_resolved(tree: Tree, where: str) -> Recipe:
-    """Check the tree in an experiment's folder, and return its recipe; `where` names it. Raises ConfigError as
-    `load_resolved` does."""
+    """Check the tree of an experiment's recipe, and return the recipe. `where` names the tree in messages. Raises
+    ConfigError as `load_resolved` does."""
     if "format" not in tree:
         raise ConfigError(
             f"{where}: written before Starling 0.2, which this version cannot read; train the experiment again, or use "
@@ -275,7 +276,7 @@ def check_resolved(tree: Tree, where: str) -> Recipe:
 
 
 def earlier_recipe(checkpoint: Path) -> Recipe | None:
-    """The recipe with which a checkpoint was trained; None if it is missing, or no longer readable."""
+    """The recipe with which a checkpoint was trained; None if the recipe is missing or no longer readable."""
     try:
         return load_resolved(ExperimentFolder(checkpoint.parent.parent).config)
     except StarlingError:
@@ -283,7 +284,7 @@ def earlier_recipe(checkpoint: Path) -> Recipe | None:
 
 
 def changed_keys(checkpoint: Path, recipe: Recipe, sections: Sequence[str]) -> str:
-    """The changes in some sections since a checkpoint, as `: KEY=OLD (now NEW), …`; empty if they are unknown."""
+    """The changes in `sections` since a checkpoint, as `: KEY=OLD (now NEW), …`; empty if the changes are unknown."""
     try:
         earlier = load_resolved(ExperimentFolder(checkpoint.parent.parent).config)
         before, now = fixed_settings(earlier), fixed_settings(recipe)
@@ -339,7 +340,7 @@ def fixed_settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def _data_settings(recipe: Recipe) -> Any:
-    """The settings of the training set; for a mixture, the digests of its sets."""
+    """The settings of the training set or, for a mixture, the digests of its sets."""
     if recipe.mixture is None:
         return set_settings(recipe.data, recipe.data.train)
     corpus = recipe.data.sets

@@ -1,4 +1,4 @@
-"""A recogniser: a network, tokens, features and possibly tied states, which are saved, loaded and used together."""
+"""A recogniser: a network with its tokens, its features and any tied states, saved, loaded and used together."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,7 +37,7 @@ _FORMAT = 2
 _CONFIG_FILE = "config.json"
 _WEIGHTS_FILE = "model.safetensors"
 _NEVER = -100.0
-"""The log-probability of each token in a pause."""
+"""The log-probability of every token but the blank in a pause."""
 
 
 class _Description(Config):
@@ -48,7 +48,7 @@ class _Description(Config):
     features: FeatureConfig
     model: ModelConfig
     vocab_size: int = Field(ge=2)
-    sha256: dict[str, str]  # of each other file, by name
+    sha256: dict[str, str]  # file name -> digest, for all other files
 
     @field_validator("format")
     @classmethod
@@ -66,10 +66,10 @@ class _Description(Config):
 class Heard(NamedTuple):
     """The outputs of a network for a batch of utterances."""
 
-    log_probs: torch.Tensor  # [B, T', V] of CTC, or of tied states
-    lengths: torch.Tensor  # [B], frames of T'
-    frames: torch.Tensor | None  # [B, T'', W] of the encoder, for a decoder; None: there is none
-    frame_lengths: torch.Tensor  # [B], frames of T'', which has no long pauses
+    log_probs: torch.Tensor  # [B, T', V]: log-probabilities of CTC's tokens or of tied states
+    lengths: torch.Tensor  # [B]: number of valid frames along T'
+    frames: torch.Tensor | None  # [B, T'', W]: the encoder's frames for the decoder; None without a decoder
+    frame_lengths: torch.Tensor  # [B]: number of valid frames along T'', which excludes long pauses
 
     @property
     def rows(self) -> list[NDArray[np.float32]]:
@@ -85,9 +85,11 @@ class Heard(NamedTuple):
         return [row[:length] for row, length in zip(self.frames, self.frame_lengths.tolist(), strict=True)]
 
     def in_time(self, places: Sequence[NDArray[np.int64]], lengths: Sequence[int]) -> "Heard":
-        """The outputs with blanks at the places that were not heard: row n of each utterance moves to its n-th of
-        `places`, among `lengths` rows. A token that is emitted on both sides of a pause continues through it, so that
-        none is heard twice."""
+        """The outputs on the time axis of the whole recording, with blanks in the rows that the network did not hear.
+
+        Each utterance is expanded to its number of rows in `lengths`: its n-th row moves to the n-th of its `places`.
+        A token that is emitted on both sides of a pause continues through the pause, so that it is not counted twice.
+        """
         rows = []
         for row, at, length in zip(self.log_probs, places, lengths, strict=True):
             best = row[: len(at)].argmax(1).cpu().numpy()
@@ -106,8 +108,8 @@ class Heard(NamedTuple):
 class Recogniser:
     """Transcribes waveforms.
 
-    The network's outputs are the tokens of CTC, or `states`, which are searched for the best words. With a decoder,
-    texts come from the decoder. `phones` are used only in training.
+    The network outputs either CTC tokens or tied states (`states`); a search over the states finds the best words. If
+    the network has a decoder, the decoder produces the texts. `phones` are used only in training.
     """
 
     model: nn.Module
@@ -117,7 +119,7 @@ class Recogniser:
     features: LogMel
     """The features that are computed from waveforms."""
     tokenizer: Tokenizer
-    """The tokens of the recogniser's texts."""
+    """The tokens that spell the recogniser's texts."""
     states: TiedStates | None = None
     """The tied states, if they are the network's outputs."""
     phones: Phones | None = None
@@ -145,7 +147,7 @@ class Recogniser:
     def save(self, folder: Path) -> None:
         """Write `config.json`, `model.safetensors`, tokens, states and phones to `folder`, which is created if missing.
 
-        The folder must not be in use, because files are replaced one after another.
+        Nothing may read the folder meanwhile, because its files are replaced one by one.
         """
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {f"model.{name}": value for name, value in self.model.state_dict().items()}
@@ -168,7 +170,7 @@ class Recogniser:
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Load a recogniser that `save` wrote.
+        """Load a recogniser from a folder that `save` wrote.
 
         Raises CheckpointError, naming the file, if a file is missing, damaged or inconsistent with the others.
         """
@@ -191,14 +193,16 @@ class Recogniser:
         return recogniser
 
     def transcribe(self, waveform: np.ndarray | torch.Tensor, rate: int) -> str:
-        """The text of one recording, `[T]` or `[channels, T]` (averaged), sampled at `rate` Hz.
+        """The text of one recording, sampled at `rate` Hz. The recording is `[T]`, or `[channels, T]`, whose channels
+        are averaged.
 
         Raises DataError for audio that is empty, shorter than one window or not finite.
         """
         return self.texts(self.listen([self.waveform(waveform, rate)]))[0]
 
     def waveform(self, samples: np.ndarray | torch.Tensor, rate: int) -> torch.Tensor:
-        """The waveform `[T]` that the network hears of a recording; shapes and errors as for `transcribe`."""
+        """The waveform `[T]` from which a recording's features are computed. Shapes and errors are those of
+        `transcribe`."""
         if rate <= 0:
             raise DataError(f"a sampling rate of {rate} Hz is impossible")
         return self.features.checked(resampled(mono(samples), rate, self.features.sampling_rate))
@@ -209,7 +213,8 @@ class Recogniser:
         max_duration: float = 120.0,
         progress: Callable[[int, int], None] | None = None,
     ) -> dict[str, str]:
-        """The text of every utterance of a set, by id, in batches of at most `max_duration` padded seconds.
+        """The text of every utterance of a set, by utterance id. A batch has at most `max_duration` seconds of audio,
+        including padding.
 
         `progress` is called with the number of utterances done and the total.
         """
@@ -225,8 +230,8 @@ class Recogniser:
         progress: Callable[[int, int], None] | None = None,
         codec: Codec | None = None,
     ) -> Iterator[tuple[list[str], Heard]]:
-        """The ids of a set's utterances and the network's outputs for them, batch by batch, longest first; with a
-        codec, the audio passes through it. The other arguments are those of `recognise`."""
+        """Yield, for each batch of a set, the utterance ids and the network's outputs. The longest utterances come
+        first. If `codec` is given, the audio passes through it. The other arguments are those of `recognise`."""
         done = 0
         for places in by_duration(speech_set.durations, max_duration):
             stored = speech_set.read(places)
@@ -252,8 +257,8 @@ class Recogniser:
         return self.model_config.latency(config.frame_shift, config.frame_length)
 
     def listen(self, waveforms: Sequence[torch.Tensor]) -> Heard:
-        """The network's outputs for waveforms `[T]` that passed `LogMel.checked`. Pauses that it does not hear are
-        blanks."""
+        """The network's outputs for waveforms `[T]` that passed `LogMel.checked`. Pauses that are removed from the
+        network's input appear as blanks."""
         layer = self.features
         energies = layer.energies(waveforms)
         if layer.config.pauses is None:
@@ -281,7 +286,7 @@ class Recogniser:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """A context in which the network computes without dropout and gradients."""
+        """A context in which the network runs in evaluation mode and without gradients."""
         was_training = self.model.training
         self.model.eval()
         try:
@@ -292,12 +297,12 @@ class Recogniser:
 
     @property
     def decoder(self) -> Decoder | None:
-        """The network's decoder beside CTC, if it has one."""
+        """The network's decoder, if it has one in addition to CTC."""
         return self.model.decoder if isinstance(self.model, Network) else None
 
     def texts(self, heard: Heard) -> list[str]:
-        """The text of each utterance: with tied states, the best words; with a decoder, the decoder's greedy text;
-        otherwise, the greedy text of CTC."""
+        """The text of each utterance: with tied states, the best words of the search; with a decoder, the decoder's
+        greedy text; otherwise, CTC's greedy text."""
         if self._words is not None:
             return self._words(heard.log_probs, heard.lengths)
         if self.decoder is None or heard.frames is None:
@@ -307,7 +312,8 @@ class Recogniser:
         return [self.tokenizer.decode(tokens) for tokens in found]
 
     def searched(self, heard: Heard, beam: int) -> list[str]:
-        """The text of each utterance from the decoder's beam search. Raises ValueError without a decoder."""
+        """The text that the decoder's beam search finds for each utterance. Raises ValueError if there is no
+        decoder."""
         if self.decoder is None:
             raise ValueError("a recogniser without a decoder has no beam search of its own")
         with self.evaluating():
@@ -315,8 +321,8 @@ class Recogniser:
         return [self.tokenizer.decode(tokens) for tokens in found]
 
     def phrases(self, lines: Iterable[str], source: str, is_searched: bool = False) -> Phrases:
-        """Phrases to boost in greedy texts, or in texts of a search over CTC. Raises ConfigError if the texts are not
-        those of CTC, and DataError as `Phrases` does."""
+        """Phrases to boost in greedy texts or, with `is_searched`, in the texts of a beam search over CTC's outputs.
+        Raises ConfigError if CTC does not produce the texts, and DataError as `Phrases` does."""
         if self.states is not None or (self.decoder is not None and not is_searched):
             other = "tied states" if self.decoder is None else "its decoder; load it with the beam search (--beam)"
             raise ConfigError(f"{source}: phrases are boosted in texts of CTC, but this model's texts are from {other}")
@@ -325,8 +331,8 @@ class Recogniser:
     def placed(
         self, log_probs: NDArray[np.float32], text: str, is_searched: bool = False, phrases: Phrases | None = None
     ) -> tuple[str, list[decoders.Emission] | None]:
-        """A text that `texts` or a search found in `[T, V]`, with boosted phrases, and where CTC hears its tokens; None
-        if that is unknown."""
+        """Boost phrases in a text that `texts` or a search found in log-probabilities `[T, V]`. Returns the text and
+        the frames in which CTC emits its tokens, or None if these frames are unknown."""
         is_greedy = self.states is None and self.decoder is None and not is_searched
         emissions = decoders.emissions_of(log_probs.argmax(1)) if is_greedy else self._aligned(log_probs, text)
         if phrases is None or emissions is None:
@@ -338,20 +344,20 @@ class Recogniser:
         return (text, emissions) if found is None else (boosted, found)
 
     def _aligned(self, log_probs: NDArray[np.float32], text: str) -> list[decoders.Emission] | None:
-        """Where CTC hears a text that another search found."""
+        """The frames in which CTC emits the tokens of a text that another search found."""
         if self.states is not None:
             return None
         if not text.strip():
             return []
         try:
             tokens = self.tokenizer.encode(text)
-        except DataError:  # a decoder's text may not be one that the tokens spell again
+        except DataError:  # the tokenizer may be unable to spell a decoder's text
             return None
         return aligned(log_probs, tokens)
 
     def attention_scores(self, heard: Heard, texts: Sequence[Sequence[str]]) -> list[list[float]]:
-        """log p(text | audio) under the attention decoder, for several texts of each utterance. Raises ValueError
-        without one."""
+        """log p(text | audio) under the attention decoder, for each of several texts of each utterance. Raises
+        ValueError if there is no attention decoder."""
         if not isinstance(self.decoder, AttentionDecoder):
             raise ValueError("a recogniser without an attention decoder cannot score texts by it")
         encode = self.tokenizer.encode
@@ -386,8 +392,8 @@ class Recogniser:
 
 
 def mono(waveform: np.ndarray | torch.Tensor) -> torch.Tensor:
-    """Samples `[T]` in [-1, 1] of a recording `[T]` or `[channels, T]` (averaged). Raises DataError if it is empty or
-    not finite."""
+    """The samples `[T]`, in [-1, 1], of a recording `[T]` or `[channels, T]`, whose channels are averaged. Raises
+    DataError if the recording is empty or not finite."""
     tensor = torch.as_tensor(waveform)
     if tensor.ndim not in (1, 2) or tensor.numel() == 0:
         raise DataError(f"audio of shape {list(tensor.shape)} cannot be transcribed: give [T] or [channels, T]")
@@ -400,7 +406,7 @@ def mono(waveform: np.ndarray | torch.Tensor) -> torch.Tensor:
 
 
 def by_duration(durations: np.ndarray, max_duration: float) -> Iterable[list[int]]:
-    """Indices, longest first, in groups whose padded duration stays within `max_duration` seconds."""
+    """Group the indices of utterances, longest first, so that no group exceeds `max_duration` seconds with padding."""
     order = np.argsort(-durations, kind="stable").tolist()
     while order:
         size = max(1, int(max_duration / max(float(durations[order[0]]), 1e-3)))

@@ -37,7 +37,8 @@ from starling.speech.shards import (
 
 
 class _Strings:
-    """N strings in one block of UTF-8 bytes; 8 bytes of overhead each. `name` is the name of the array of bytes."""
+    """N strings in one block of UTF-8 bytes, with 8 bytes of overhead per string. `name` is the name of the byte
+    array."""
 
     def __init__(self, folder: Path, name: str, arrays: Mapping[str, NDArray[Any]]) -> None:
         self._folder, self._name = folder, name
@@ -57,19 +58,19 @@ class _Strings:
 
 
 class Stored(NamedTuple):
-    """An utterance as read from a set."""
+    """An utterance that was read from a set."""
 
     id: str
     text: str
     samples: NDArray[np.float32] | DataError
-    """Samples [T], mono, in -1..1; or an error if the stored FLAC is damaged."""
+    """Mono samples `[T]` in -1..1, or an error if the stored FLAC is damaged."""
 
 
 class SpeechSet:
-    """One prepared set, opened for random access. It is picklable and safe after a fork, but not thread-safe.
+    """One prepared set, opened for random access. A `SpeechSet` is picklable and fork-safe, but not thread-safe.
 
-    Everything except the audio is in memory-mapped arrays, which processes share. `open` verifies their digests, which
-    takes about 0.3 s for a million utterances; unpickling a copy in a worker does not repeat that.
+    Everything except the audio is in memory-mapped arrays, which processes share. `open` verifies the digests of the
+    arrays, which takes about 0.3 s for a million utterances. Unpickling a copy in a worker does not repeat this check.
     """
 
     name: str
@@ -97,7 +98,7 @@ class SpeechSet:
 
         Raises:
             DataError: The folder is missing or incomplete, a file of the index does not match its digest, or a local
-                shard has another size than when it was written.
+                shard differs in size from when it was written.
         """
         folder = Path(folder)
         summary = read_summary(folder)
@@ -118,15 +119,15 @@ class SpeechSet:
         return self._speakers[int(self._speaker_of[self._checked(index)])]
 
     def audio(self, index: int) -> NDArray[np.float32]:
-        """The samples of utterance `index`, [T], mono, in -1..1. Raises DataError if the stored FLAC is damaged."""
+        """The mono samples `[T]`, in -1..1, of utterance `index`. Raises DataError if the stored FLAC is damaged."""
         (utterance,) = self.read([index])
         if isinstance(utterance.samples, DataError):
             raise utterance.samples
         return utterance.samples
 
     def read(self, indices: Sequence[int]) -> list[Stored]:
-        """Several utterances, requested concurrently from an object store. Raises DataError if a shard cannot be
-        read."""
+        """Read several utterances. From an object store, they are requested concurrently. Raises DataError if a shard
+        cannot be read."""
         checked = [self._checked(index) for index in indices]
         encoded = self._shards.read([self._range(index) for index in checked])
         return [
@@ -135,7 +136,8 @@ class SpeechSet:
         ]
 
     def _range(self, index: int) -> Range:
-        """The location of the audio; the first byte of the shard if the index points beyond the end of the shard."""
+        """The location of the audio. If the index points beyond the end of the shard, the location is the shard's first
+        byte."""
         shard = self.summary.shards[int(self._shard_of[index])]
         offset, size = int(self._offsets[index]), int(self._sizes[index])
         is_there = size > 0 and offset + size <= shard.num_bytes
@@ -174,7 +176,7 @@ class SpeechSet:
         return int(index)
 
     def close(self) -> None:
-        """Close the open shards; they are opened again when needed."""
+        """Close the open shards. They are reopened when needed."""
         self._shards.close()
 
     def __del__(self) -> None:
@@ -193,19 +195,19 @@ class Member(NamedTuple):
 
 
 class SpeechSets:
-    """Utterances chosen from prepared sets, as one set: all utterances of one or several sets, or some of them.
+    """All or some utterances of one or several prepared sets, as one set.
 
-    Utterances are numbered consecutively in the order of the sets. A single set keeps its own ids. Ids of several sets
-    begin with the domain, which makes them unique: `talks/utt-1`, or `talks.2/utt-1` in the second set of a domain with
-    several. Picklable and not thread-safe, like SpeechSet.
+    Utterances are numbered consecutively in the order of the sets. The ids of a single set are unchanged. The ids of
+    several sets are prefixed with the domain to make them unique: `talks/utt-1`, or `talks.2/utt-1` in the second set
+    of a domain. Like a `SpeechSet`, the set is picklable but not thread-safe.
     """
 
     durations: NDArray[np.float32]
     """Duration of each utterance in seconds, [N]."""
     shards: NDArray[np.int32]
-    """The shard of each utterance, [N], ascending, with consecutive numbers over all sets."""
+    """The shard of each utterance, `[N]`, ascending. Shards are numbered consecutively over all sets."""
     numbers: NDArray[np.int32]
-    """The number of each utterance among all those of the sets, [N], ascending."""
+    """The number of each utterance among all utterances of the sets, `[N]`, ascending."""
 
     def __init__(self, members: Sequence[Member]) -> None:
         """Open the sets, which must be ordered by domain.
@@ -238,8 +240,8 @@ class SpeechSets:
             places[place] = member.folder
 
     def only(self, indices: NDArray[np.integer]) -> "SpeechSets":
-        """The utterances `indices` (`[n]`, ascending) of this set as a separate set, which shares the open files. If
-        these are all utterances, nothing is copied."""
+        """The utterances `indices` (`[n]`, ascending) of this set, as a separate set that shares the open files. If
+        `indices` selects all utterances, nothing is copied."""
         if np.array_equal(indices, np.arange(len(self))):
             return self
         chosen = copy(self)
@@ -267,7 +269,7 @@ class SpeechSets:
         return self.sets[place].text(inner)
 
     def read(self, indices: Sequence[int]) -> list[Stored]:
-        """Several utterances, read set by set, as by `SpeechSet.read`."""
+        """Read several utterances, set by set, as `SpeechSet.read` does."""
         places = [self._place(index) for index in indices]
         found: dict[int, Stored] = {}
         for number in sorted({number for number, _ in places}):
@@ -277,8 +279,8 @@ class SpeechSets:
         return [found[position] for position in range(len(places))]
 
     def labels(self, of: Literal["speaker", "domain"]) -> NDArray[np.int32]:
-        """A number for each utterance's speaker or domain, `[N]`; domains are numbered in order. The same name in the
-        same domain is the same speaker."""
+        """The number of each utterance's speaker or domain, `[N]`. Domains are numbered in order. Equal names in the
+        same domain denote the same speaker."""
         known: dict[tuple[str, str], int] = {}
         labels = []
         for member, each in zip(self.members, self.sets, strict=True):
@@ -329,8 +331,8 @@ def _load_array(folder: Path, summary: SetSummary, name: str, is_checked: bool) 
 
 
 def _joined(arrays: Sequence[NDArray[Any]], firsts: Sequence[int]) -> NDArray[Any]:
-    """Concatenated arrays, each with its entry of `firsts` added. A single array is returned unchanged,
-    memory-mapped."""
+    """Add to each array its element of `firsts`, and concatenate the arrays. A single array is returned unchanged and
+    stays memory-mapped."""
     if len(arrays) == 1:
         return arrays[0]
     return np.concatenate([(each + first).astype(each.dtype) for each, first in zip(arrays, firsts, strict=True)])

@@ -1,8 +1,8 @@
-"""The best beam search of an experiment: its language models, and weights tuned on the validation set.
+"""Finds the best beam search for an experiment, with its language models and weights tuned on the validation set.
 
 exp/<name>/decode/beam/words.arpa, tokens.arpa    n-grams of the training texts
-exp/<name>/decode/beam/search.json                the tuned weights, and all that were tried
-exp/<name>/decode/beam/recogs-<set>.txt, …        as in decode/, of the beam search
+exp/<name>/decode/beam/search.json                the tuned weights, and all weights that were tried
+exp/<name>/decode/beam/recogs-<set>.txt, …        the same files as in decode/, for the beam search
 exp/<name>/decode/beam/nbest-<set>.jsonl          the best texts of each utterance, with scores and word times
 """
 
@@ -41,18 +41,18 @@ LM_WEIGHTS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 WORD_PENALTIES = (-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0)
 BEAMS = (8, 16, 32, 64, 128)
 USUAL = Weights(lm_weight=0.5, word_penalty=0.0, beam=64)
-"""The weights to use where there is no set to tune on. Its `beam` also serves while the other weights are tuned."""
+"""Weights to use if there is no set to tune on. This `beam` is also used while the other weights are tuned."""
 MOST_TUNED = 500
 """Maximum number of utterances to tune on, spread evenly over the validation set."""
 RARE = 0.01
-"""The probability of an unknown word above which an untuned vocabulary is open."""
+"""Probability of an unknown word above which an open vocabulary is used if there is no set to tune on."""
 _ORDERS: dict[Vocabulary, int] = {"closed": 3, "open": 6}
 LANGUAGE_FILES: dict[Vocabulary, str] = {"closed": "words.arpa", "open": "tokens.arpa"}
 SEARCH = "search.json"
 
 
 class Trial(Config):
-    """Weights, and the errors that a search with them made."""
+    """The weights of a search, and the errors that the search made."""
 
     vocabulary: Vocabulary
     weights: Weights
@@ -61,7 +61,7 @@ class Trial(Config):
 
     @property
     def errors(self) -> tuple[int, int]:
-        """The number of word errors, then of character errors: the fewer, the better."""
+        """The numbers of word errors and character errors, by which trials are compared in this order."""
         return self.word_errors, self.character_errors
 
 
@@ -69,13 +69,13 @@ class TunedSearch(Config):
     """The contents of `search.json`."""
 
     format: int = 1
-    of: str  # digest of the model, the data and the settings
+    of: str  # digest of the model, the data and the settings for which the weights were tuned
     vocabulary: Vocabulary
-    num_words: int  # of a closed vocabulary
+    num_words: int  # size of a closed vocabulary
     order: int
     weights: Weights
-    tuned_on: str | None  # the set; None: the weights are not tuned
-    num_utterances: int  # of that set
+    tuned_on: str | None  # name of a set; None if the weights were not tuned
+    num_utterances: int  # number of utterances of that set used for tuning
     trials: tuple[Trial, ...]
 
     @property
@@ -93,7 +93,7 @@ class TunedSearch(Config):
 
 
 def tuning_sample(recipe: Recipe) -> SpeechSets | None:
-    """At most `MOST_TUNED` utterances of a recipe's validation set, to tune on; None if there is no such set."""
+    """At most `MOST_TUNED` utterances of a recipe's validation set, to tune on; None if there is no validation set."""
     if recipe.data.valid is None:
         return None
     valid = SpeechSets([Member("", recipe.data.set_folder(recipe.data.valid))])
@@ -136,10 +136,10 @@ def write_hypotheses(path: Path, found: Mapping[str, Sequence[Hypothesis]]) -> N
 def best_search(
     recipe: Recipe, folder: ExperimentFolder, recogniser: Recogniser, bars: Bars, jobs: int = 1
 ) -> Iterator[BestSearch]:
-    """The search of an experiment, with weights from `search.json` if they belong to this model, these data and these
-    settings; otherwise the weights are tuned and written there.
+    """The search of an experiment. Its weights are read from `search.json` if they belong to the current model, data
+    and settings; otherwise, they are tuned and written to `search.json`.
 
-    Raises ConfigError and DataError for a language model or words that cannot be used, and for a training or validation
+    Raises ConfigError or DataError for a language model or words that cannot be used, or for a training or validation
     set that is not prepared.
     """
     config = recipe.decoding or DecodingConfig()
@@ -177,7 +177,7 @@ def best_search(
 
 
 def given(config: DecodingConfig) -> Weights:
-    """The usual weights, replaced by those that a recipe sets."""
+    """The default weights, except those that a recipe sets."""
     return USUAL.model_copy(update=config.model_dump(include=set(Weights.model_fields), exclude_none=True))
 
 
@@ -187,11 +187,12 @@ def tune(
     references: Mapping[str, str],
     config: DecodingConfig,
 ) -> tuple[Trial, list[Trial]]:
-    """The best trial, and all of them, of the searches in `pools`, by vocabulary.
+    """Tune the weights of the searches in `pools`, one for each vocabulary. Returns the best trial and all trials.
 
-    For each vocabulary, one weight is varied at a time: the language model's, the word penalty, and the language
-    model's again in finer steps. Finally, the beam is set to the narrowest one that makes as few errors as any. Of
-    equally good values, the middle one is taken. Values that the recipe sets are not varied.
+    For each vocabulary, one weight is varied at a time: first the language model's weight, then the word penalty, then
+    the language model's weight again in finer steps. Finally, the narrowest beam that makes as few errors as any other
+    is chosen. Among equally good values of a weight, the middle one is chosen. Values that the recipe sets are not
+    varied.
     """
     trials: list[Trial] = []
 
@@ -239,8 +240,8 @@ def _middle_of_best(trials: Sequence[Trial], key: str) -> Trial:
 def _searches(
     config: DecodingConfig, texts: Sequence[str], recogniser: Recogniser, home: Path
 ) -> dict[Vocabulary, tuple[BeamSearch, int]]:
-    """The search for each vocabulary that the recipe allows, with the order of its language model; estimated language
-    models are written to `home`."""
+    """The search for each vocabulary that the recipe allows, with the order of its language model. Language models that
+    are estimated are written to `home`."""
     found: dict[Vocabulary, tuple[BeamSearch, int]] = {}
     tokenizer, seconds = recogniser.tokenizer, recogniser.output_seconds
     is_limited = config.word_list is not None or config.lm is not None
@@ -285,8 +286,9 @@ def _spelled(words: Iterable[str], tokenizer: Tokenizer, config: DecodingConfig)
 
 
 def _likely(known: Collection[Vocabulary], texts: Sequence[str]) -> Vocabulary:
-    """The vocabulary to use where there is no set to tune on: open if more than a hundredth of new words will be
-    unknown. Good and Turing estimate this by the share of words that occur once in the training texts."""
+    """The vocabulary to use if there is no set to tune on. It is open if more than a hundredth of the words of new
+    texts are likely to be unknown. The Good-Turing estimate of this fraction is the share of words in the training
+    texts that occur only once."""
     if len(known) == 1:
         return next(iter(known))
     counts = Counter(word for text in texts for word in text.split())
@@ -295,7 +297,7 @@ def _likely(known: Collection[Vocabulary], texts: Sequence[str]) -> Vocabulary:
 
 
 def _digest(recipe: Recipe, config: DecodingConfig, recogniser: Recogniser, texts: Sequence[str]) -> str:
-    """A digest of all that the tuned weights depend on."""
+    """A digest of everything on which the tuned weights depend."""
     model = sha256()
     for name, value in recogniser.model.state_dict().items():
         model.update(name.encode() + value.detach().cpu().contiguous().numpy().tobytes())
@@ -317,7 +319,7 @@ def _digest(recipe: Recipe, config: DecodingConfig, recogniser: Recogniser, text
 
 
 def _stored(path: Path, of: str) -> TunedSearch | None:
-    """The tuned search in a file; None if the file is missing, damaged or belongs to something else."""
+    """The tuned search in a file; None if the file is missing or damaged, or has a digest other than `of`."""
     try:
         tuned = TunedSearch.model_validate_json(path.read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""`starling check`: finds problems in a corpus, prints them as a table, and lists which utterances to leave out."""
+"""`starling check`: finds problems in a corpus, prints them as a table, and lists the utterances to leave out."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -22,7 +22,7 @@ from starling.speech.trained import load_recogniser, recipe_around
 from starling.speech.usable import Source, read_left_out, write_left_out
 
 _POOR = 0.5
-"""Share of character errors above which a model finds little but swapped transcripts."""
+"""Character error rate, as a fraction, above which a model can find little more than swapped transcripts."""
 _BY_HEART = 3.0
 """A model that makes this many times fewer errors on its training set than on others has memorised it."""
 
@@ -49,9 +49,9 @@ def check(data: Path, overrides: Sequence[str], drop: bool, strict: bool, consol
     """Check a recipe's corpus or a prepared folder, print the findings, and list them in check.tsv.
 
     With `drop`, also write the list of utterances to leave out. With `model` (an experiment, a checkpoint or a
-    recogniser's folder), transcripts that do not fit their audio are findings, too. Progress is shown on `console`.
-    Raises ConfigError for wrong keys, CheckpointError for a model that cannot be loaded, and DataError for a missing
-    corpus; with `strict`, also if there are findings.
+    recogniser's folder), transcripts that do not match their audio are also reported. Progress is shown on `console`.
+    Raises ConfigError for invalid keys, CheckpointError for a model that cannot be loaded, and DataError for a missing
+    corpus. With `strict`, also raises DataError if there are findings.
     """
     recogniser = None if model is None else load_recogniser(model)
     if recogniser is not None and recogniser.states is not None:
@@ -61,7 +61,7 @@ def check(data: Path, overrides: Sequence[str], drop: bool, strict: bool, consol
         folder, training = data, Training()
         keys, sources = _prepared(data, overrides)
         dropped = folder / _DROPPED
-        left_out = dropped if dropped.is_file() else None  # it may have been prepared with that
+        left_out = dropped if dropped.is_file() else None  # the folder may have been prepared with this list
     else:
         recipe = load_recipe(data, overrides)
         training = Training.model_validate({key: getattr(recipe, key) for key in Training.model_fields})
@@ -117,7 +117,7 @@ def _prepared(folder: Path, overrides: Sequence[str]) -> tuple[PreparedConfig, l
 
 
 def _show_heard(report: Report) -> None:
-    """Show the transcripts that do not fit, and what was heard instead."""
+    """Show the transcripts that do not match their audio, and the texts that the model heard instead."""
     found = [each for each in report.findings if each.kind in HEARD]
     if not found:
         return
@@ -171,7 +171,8 @@ def _remarks(report: Report, trained: Collection[str]) -> Iterator[str]:
 
 
 def _trained_on(recipe: Recipe, folder: Path, keys: PreparedConfig | DataConfig, names: Iterable[str]) -> list[str]:
-    """The sets, of a recipe's data or a prepared `folder`, that `recipe` trained a model on, at least in part."""
+    """The sets of a recipe's data, or of a prepared `folder`, that were used at least in part to train the model of
+    `recipe`."""
     used, own = [name for _, name in recipe.training_sets], recipe.data
     if isinstance(keys, PreparedConfig):
         folders = [recipe.set_folder(each).resolve() for each in used]

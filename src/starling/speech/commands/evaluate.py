@@ -1,11 +1,11 @@
 """Scores sets with the newest or the best model of an experiment.
 
-exp/<name>/decode/             greedy texts; with a decoder, its own; with `loss: frames`, the words of tied states
+exp/<name>/decode/             greedy texts (the decoder's, if there is one); with `loss: frames`, texts of the search
 exp/<name>/decode/beam/        texts of the beam search with a language model, and its best hypotheses
-exp/<name>/decode/ctc/         greedy texts of CTC, of a model with a decoder beside it
-exp/<name>/decode/decoder/     texts of that decoder's beam search
-exp/<name>/decode/rescored/    of the beam search over CTC, the text that an attention decoder finds best, too
-exp/<name>/decode/boosted/     greedy texts with boosted phrases; in decode/beam/boosted/ those of the beam search
+exp/<name>/decode/ctc/         greedy texts of CTC, if the model also has a decoder
+exp/<name>/decode/decoder/     texts of the decoder's beam search
+exp/<name>/decode/rescored/    texts of the beam search over CTC, rescored with the attention decoder
+exp/<name>/decode/boosted/     greedy texts with boosted phrases; decode/beam/boosted/ has those of the beam search
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,19 +44,20 @@ from starling.speech.trained import load_recogniser, open_experiment
 
 ATTENTION_WEIGHTS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 USUAL_ATTENTION = 1.0
-"""The attention decoder's weight where there is no set to tune on."""
+"""Weight of the attention decoder if there is no set to tune it on."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way of decoding."""
+    """One decoding method whose texts are scored."""
 
     folder: str
-    """Its folder in `decode/`; empty for `decode/` itself."""
+    """The method's folder in `decode/`; empty for `decode/` itself."""
     title: str
-    """Its name in the output; empty for the first way."""
+    """The method's name in the output; empty for the first method."""
     texts: Callable[[Heard, Sequence[Sequence[Hypothesis]]], Iterable[str]]
-    """A function that returns the texts of a batch of utterances, given the hypotheses of the beam search, if any."""
+    """A function that returns the texts of a batch of utterances. Its arguments are the network's outputs and the
+    hypotheses of the beam search, if any."""
 
 
 def evaluate(
@@ -74,14 +75,14 @@ def evaluate(
     """Score `sets` (by default the recipe's test sets), and pass each set's name and its score in Kaldi's format to
     `tell`. Returns the lowest error rate of each set, in per cent.
 
-    With `conditions`, the names of codecs, the audio is passed through each codec, and a set is scored as, for
+    `conditions` are names of codecs. The audio is passed through each codec, and the score is reported as that of, for
     example, `test@telephone`.
 
-    The model is that of `load_recogniser`. Files that list every error go to the experiment's `decode` folder.
-    `with_beam` adds the scores of beam searches, by `jobs` processes, for a model with CTC; None adds them if the
-    recipe has a section `decoding`. `boost`, a file of phrases, adds the scores of texts with boosted phrases. Raises
-    CheckpointError if there is no model, ConfigError for a set that the recipe does not define, DataError for phrases
-    that cannot be used.
+    `load_recogniser` selects the model. Files that list every error are written to the experiment's `decode` folder.
+    `with_beam` adds the scores of beam searches, run in `jobs` processes, for a model with CTC; None adds them if the
+    recipe has a `decoding` section. `boost`, a file of phrases, adds the scores of texts with boosted phrases. Raises
+    CheckpointError if there is no model, ConfigError for a set that the recipe does not define, and DataError for
+    phrases that cannot be used.
     """
     folder, recipe = open_experiment(experiment)
     names, known = list(sets or recipe.data.test), recipe.data.sets
@@ -129,7 +130,8 @@ class _Evaluation:
     console: Console
 
     def ways(self, with_beam: bool) -> Iterator[Way]:
-        """The ways of decoding. For a decoder beside CTC, greedy texts are the recogniser's."""
+        """Yield the decoding methods. If the model has a decoder in addition to CTC, the first method's greedy texts
+        are the decoder's."""
         recogniser, config = self.recogniser, self.recipe.decoding or DecodingConfig()
         yield Way("", "", lambda heard, found: recogniser.texts(heard))
         if self.search is not None:
@@ -152,7 +154,8 @@ class _Evaluation:
             )
 
     def boosted(self, phrases: Sequence[str], source: str) -> Iterator[Way]:
-        """Greedy decoding and the beam search with phrases; with a decoder, greedy texts are not those of CTC."""
+        """Yield greedy decoding and the beam search, each with boosted phrases. If there is a beam search and
+        the model has a decoder, greedy decoding is left out, because the greedy texts are then not CTC's."""
         recogniser, search = self.recogniser, self.search
         if search is None or recogniser.decoder is None:
             boost = partial(_boosted, recogniser, recogniser.phrases(phrases, source), False)
@@ -165,9 +168,9 @@ class _Evaluation:
             yield Way("beam/boosted", title, lambda heard, found: boost_best(heard, map(first_text, found)))
 
     def _attention_weight(self, config: DecodingConfig, search: BestSearch) -> tuple[float, str]:
-        """The weight of an attention decoder's log probability beside a search's score, and how it was found. Unless
-        the recipe sets it, it is tuned on the validation set to the smallest weight with the fewest word errors, then
-        character errors."""
+        """The weight of the attention decoder's log-probability relative to the search's score, and a description of
+        its origin. Unless the recipe sets the weight, it is tuned on the validation set: the smallest weight with the
+        fewest word errors, then the fewest character errors, is chosen."""
         if config.attention_weight is not None:
             return config.attention_weight, "given"
         if (sample := tuning_sample(self.recipe)) is None:
@@ -188,7 +191,8 @@ class _Evaluation:
         return min(ATTENTION_WEIGHTS, key=errors), f"tuned on {len(sample)} utterances of {sample.name}"
 
     def score(self, name: str, codec: str | None, ways: Sequence[Way]) -> float:
-        """Score one set in all ways, through a codec if one is given; returns the lowest error rate."""
+        """Score one set with each decoding method in `ways`, after passing its audio through `codec` if one is given.
+        Returns the lowest error rate."""
         label, data, rates = label_of(name, codec), self.recipe.data, list[float]()
         texts: dict[str, dict[str, str]] = {way.folder: {} for way in ways}
         best: dict[str, Sequence[Hypothesis]] = {}
@@ -223,7 +227,7 @@ class _Evaluation:
 
 
 def _dropped(speech_set: SpeechSet) -> list[str]:
-    """A line about the utterances that preparation dropped and that are therefore not scored, if there are any."""
+    """A line about the utterances that are not scored because preparation dropped them, if there are any."""
     if not (count := speech_set.summary.dropped):
         return []
     listed = speech_set.folder / "dropped.tsv"
@@ -231,8 +235,8 @@ def _dropped(speech_set: SpeechSet) -> list[str]:
 
 
 def _unseen(data: DataConfig, name: str, references: Mapping[str, str], hypotheses: Mapping[str, str]) -> list[str]:
-    """A line with the score without near-duplicates of training utterances, if `starling check` has found some; or
-    why that score is not available."""
+    """A line with the score without near-duplicates of training utterances, if `starling check` has found some, or with
+    the reason why this score is not available."""
     try:
         digests = set_digest(data, data.train), set_digest(data, name)
         seen = seen_in_training(data.folder, data.train, name, digests)
@@ -252,13 +256,14 @@ def _boosted(
 def _rated(
     recogniser: Recogniser, heard: Heard, found: Sequence[Sequence[Hypothesis]]
 ) -> list[tuple[Sequence[Hypothesis], list[float]]]:
-    """The hypotheses of a search for each utterance of a batch, with the attention decoder's log probabilities."""
+    """The hypotheses of a search for each utterance of a batch, with the attention decoder's log-probability of
+    each."""
     scores = recogniser.attention_scores(heard, [[each.text for each in hypotheses] for hypotheses in found])
     return list(zip(found, scores, strict=True))
 
 
 def _chosen(hypotheses: Sequence[Hypothesis], scores: Sequence[float], weight: float) -> str:
-    """The text with the largest sum of the search's score and `weight` times the attention decoder's; empty if there is
-    no hypothesis."""
+    """The text with the largest sum of the search's score and `weight` times the attention decoder's log-probability;
+    empty if there is no hypothesis."""
     totals = [each.score + weight * score for each, score in zip(hypotheses, scores, strict=True)]
     return hypotheses[totals.index(max(totals))].text if totals else ""

@@ -1,5 +1,5 @@
-"""Scores the texts of `starling evaluate` again, normalised, by speaker or column, for one experiment or two; or, for a
-report, with the audio of some utterances."""
+"""Scores the texts that `starling evaluate` wrote again: with normalisation, by speaker or column, and for one
+experiment or two. Also collects scores for a report, with the audio of some utterances."""
 
 import base64
 import io
@@ -49,10 +49,10 @@ _NO_GROUP = "(none)"
 _SET = "set"
 """The column by which utterances of several sets are grouped."""
 SHOWN = 3
-"""Number of best, of median and of worst utterances to show."""
+"""Number of utterances to show of each kind: best, median and worst."""
 NUM_CONFUSIONS = 20
 MAX_SECONDS = 30.0
-"""Maximum seconds of audio of one utterance; the rest is cut off."""
+"""Maximum seconds of audio of one utterance. Longer audio is cut off."""
 _MP3_RATES = (8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000)
 
 
@@ -66,11 +66,11 @@ def score(
 ) -> None:
     """Score one experiment, or two and their difference, and print the lines and tables.
 
-    An experiment is its folder, or a folder with `recogs-` files, such as `exp/demo/decode/beam`. `sets` are the sets
-    to score (default: all that the experiments have in common), `kinds` the kinds of normalisers. Utterances are also
-    scored in groups `by` speaker or by a column, which is in the corpus or in `table`, a tab-separated file with a
-    header whose first column has the ids. Raises ConfigError and DataError for a folder, set or column that does not
-    exist, and for experiments that were scored on different utterances.
+    An experiment is given as its folder, or as a folder with `recogs-` files, such as `exp/demo/decode/beam`. `sets`
+    are the sets to score (by default, all sets that the experiments have in common), and `kinds` are the kinds of
+    normalisation. With `by`, utterances are also scored in groups by speaker or by a column. The column is in the
+    corpus or in `table`, a tab-separated file with a header, whose first column has the ids. Raises ConfigError or
+    DataError if a folder, set or column does not exist, or if the experiments were scored on different utterances.
     """
     folders = [_decoded(path) for path in experiments]
     names = list(sets) or _common_sets(folders)
@@ -149,7 +149,7 @@ def _tell_scores(title: str, experiments: Sequence[Path], texts: Sequence[Texts]
 
 
 def _show_groups(title: str, by: str, texts: Sequence[Texts], groups: Mapping[str, str]) -> None:
-    """Print a table with a line for each group, sorted by name."""
+    """Print a table with one row per group, sorted by name."""
     references, *hypotheses = texts
     members: dict[str, list[str]] = {}
     for name in references:
@@ -191,7 +191,7 @@ def _groups(experiment: Path, folder: Path, name: str, by: str, table: Path | No
 
 
 def _column(path: Path, ids: str | None, column: str) -> dict[str, str]:
-    """The values of a column by those of the column `ids` (None: the first column)."""
+    """A mapping from the values of the column `ids` (None: the first column) to those of `column`."""
     rows = (line.split("\t") for _, line in read_lines(path))
     header = next(rows, [])
     for wanted in (ids, column):
@@ -204,15 +204,15 @@ def _column(path: Path, ids: str | None, column: str) -> dict[str, str]:
 
 
 def normaliser(kinds: Collection[str], texts: Iterable[str] = (), language: str = "en") -> Callable[[str], str]:
-    """A function that writes numbers in words, removes punctuation and ignores case, in this order and as far as
-    `kinds` says.
+    """A function that normalises texts. It writes numbers as words, removes punctuation and ignores case, in this
+    order; `kinds` selects which of these steps it performs.
 
-    * numbers: `42` becomes `forty two`, `3.5` `three point five`, `2nd` `second`; in capitals if `texts`, those to be
-      compared, have no small letters.
+    * numbers: `42` becomes `forty two`, `3.5` becomes `three point five`, and `2nd` becomes `second`. The words are in
+      capitals if `texts`, the texts to be compared, have no lower-case letters.
     * punctuation: an apostrophe inside a word stays; a dash or a slash becomes a space; the rest is removed.
     * case: all letters become lower-case.
 
-    Raises ConfigError for an unknown kind, or a language in which numbers cannot be written.
+    Raises ConfigError for an unknown kind, or for a language in which numbers cannot be written as words.
     """
     is_upper = not any(character.islower() for text in texts for character in text)
     spoken = partial(_spoken, language=language, is_upper=is_upper)
@@ -225,7 +225,7 @@ def normaliser(kinds: Collection[str], texts: Iterable[str] = (), language: str 
         raise ConfigError(f"there is no normaliser {unknown[0]!r}; known are {', '.join(steps)}")
     if "numbers" in kinds:
         require("decoding", "the normaliser `numbers`", ("num2words",))
-        _NUMBER.sub(spoken, "1")  # refuses the language
+        _NUMBER.sub(spoken, "1")  # raises ConfigError for an unsupported language
 
     def normalised(text: str) -> str:
         for kind, step in steps.items():
@@ -236,7 +236,7 @@ def normaliser(kinds: Collection[str], texts: Iterable[str] = (), language: str 
 
 
 def _spoken(number: re.Match[str], language: str, is_upper: bool) -> str:
-    """A number in words, or unchanged if it cannot be said."""
+    """A number as words, or unchanged if it cannot be written as words."""
     from num2words import num2words
 
     whole, fraction, ordinal = number.groups()
@@ -266,8 +266,8 @@ def _without_punctuation(text: str) -> str:
 
 
 def scored_set(folder: ExperimentFolder, recogs: Path) -> tuple[ScoredSet, str]:
-    """The set of a `recogs-` file, scored again, and a sentence if its audio is missing. Raises DataError for a damaged
-    file."""
+    """Score the set of a `recogs-` file again. Returns the scored set, and a sentence if the set's audio is missing.
+    Raises DataError for a damaged file."""
     name = recogs.stem.removeprefix("recogs-")
     references, hypotheses = read_texts(recogs)
     rates = error_rates(references, hypotheses)
@@ -299,8 +299,8 @@ def scored_set(folder: ExperimentFolder, recogs: Path) -> tuple[ScoredSet, str]:
 
 
 def chosen(references: Mapping[str, str], alignments: Mapping[str, Alignment]) -> tuple[Utterance, ...]:
-    """The best, median and worst utterances by errors per word, none of them twice. Among utterances with equal rates,
-    those with the most words count as best, and those with the most errors as worst."""
+    """The best, median and worst utterances by errors per word; no utterance appears twice. Among utterances with equal
+    error rates, those with the most words count as best, and those with the most errors count as worst."""
 
     def order(name: str) -> tuple[float, float, str]:
         words, errors = len(references[name].split()), num_errors(alignments[name])
@@ -322,7 +322,7 @@ def chosen(references: Mapping[str, str], alignments: Mapping[str, Alignment]) -
 
 
 def encoded(samples: NDArray[np.float32], rate: int) -> str:
-    """Mono samples `[T]` in -1..1 as a `data:` URI: MP3, or FLAC at a rate that MP3 does not have."""
+    """Encode mono samples `[T]` in -1..1 as a `data:` URI: as MP3, or as FLAC if MP3 does not support the rate."""
     buffer = io.BytesIO()
     kind, media = ("MP3", "mpeg") if rate in _MP3_RATES else ("FLAC", "flac")
     soundfile.write(buffer, samples[: int(MAX_SECONDS * rate)], rate, format=kind)

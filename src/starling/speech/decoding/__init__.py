@@ -1,6 +1,6 @@
-"""From log-probabilities to text: greedy decoding, and a beam search with an n-gram language model.
+"""Converts log-probabilities to text, with greedy decoding or a beam search with an n-gram language model.
 
-This module defines the section `decoding:` of a recipe."""
+This module defines the `decoding:` section of a recipe."""
 
 from pathlib import Path
 from typing import Literal
@@ -11,9 +11,9 @@ from starling.configuration import Config
 
 Vocabulary = Literal["closed", "open"]
 OF_FRAMES = ("words", "prior_scale")
-"""Keys for `loss: frames` alone."""
+"""Keys that apply only to `loss: frames`."""
 OF_CTC = ("vocabulary", "lm", "order", "lm_weight", "beam", "num_best", "decoder_beam", "attention_weight")
-"""Keys for `loss: ctc` alone."""
+"""Keys that apply only to `loss: ctc`."""
 
 
 class DecodingConfig(Config):

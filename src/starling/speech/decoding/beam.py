@@ -21,20 +21,20 @@ from starling.speech.decoding.ngram import END, UNKNOWN
 from starling.speech.tokens import BLANK, WORD_START, Tokenizer
 
 _MOST_TOKENS = 50
-"""Number of tokens considered in a frame, best first."""
+"""Number of tokens, best first, that the search considers in each frame."""
 _BEAM_LOSS = 50.0
-"""Largest difference in score, in natural logarithms, from the best hypothesis of a frame; worse hypotheses are
+"""Largest difference in score, in natural-log units, from the best hypothesis of a frame. Worse hypotheses are
 dropped."""
-_NEVER = -1e9  # the log probability of what cannot be; infinities would become NaN
+_NEVER = -1e9  # log-probability of an impossible event; an infinity would become NaN
 _LN10 = math.log(10)
 
 
 class Weights(Config):
-    """The weights of a search.
+    """The weights of a search, which maximises
 
         log p_ctc(text | audio) + lm_weight log p_lm(text) - word_penalty * words
 
-    p_ctc is summed over all alignments within the beam. The penalty applies to a closed vocabulary only.
+    p_ctc is summed over all alignments within the beam. The penalty applies only to a closed vocabulary.
     """
 
     lm_weight: float = 0.5
@@ -44,7 +44,7 @@ class Weights(Config):
 
 @dataclass(frozen=True)
 class TimedWord:
-    """A word, and the seconds from its first token's first frame to its last token's last frame."""
+    """A word with its times in seconds: the first frame of its first token, and the last frame of its last token."""
 
     word: str
     start: float
@@ -53,11 +53,11 @@ class TimedWord:
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """One reading of an utterance."""
+    """One possible text of an utterance, with its scores."""
 
     text: str
-    score: float  # what the search maximises, in natural logarithms
-    lm: float  # log probability of the language model, unweighted, with the end of the sentence
+    score: float  # the quantity that the search maximises, in natural-log units
+    lm: float  # the language model's unweighted log-probability, including the end of the sentence
     words: tuple[TimedWord, ...]
 
 
@@ -65,10 +65,9 @@ class BeamSearch:
     """Finds the best hypotheses for the log-probabilities of CTC.
 
     Args:
-        tokenizer: What the network's outputs mean.
-        lm: An ARPA file, of words for a closed vocabulary and of tokens (`Tokenizer.names`) for an open one.
-        words: The closed vocabulary; with None, any sequence of tokens is possible.
-        frame_seconds: Seconds between two rows of log-probabilities.
+        tokenizer: The tokenizer of the network's outputs. lm: An ARPA file with n-grams of words for a closed
+        vocabulary, or of tokens (`Tokenizer.names`) for an open one. words: The closed vocabulary; None allows any
+        sequence of tokens. frame_seconds: Seconds between two rows of log-probabilities.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class BeamSearch:
         self.lm = lm
         self.words = None if words is None else list(words)
         self.frame_seconds = frame_seconds
-        self._names = [*tokenizer.names, WORD_START]  # the last one ends the utterance if no token separates words
+        self._names = [*tokenizer.names, WORD_START]  # the last name ends the utterance if no token separates words
         spaces = [token for token, name in enumerate(tokenizer.names) if name == WORD_START]
         is_pieces = any(len(name) > 1 and name.startswith(WORD_START) for name in tokenizer.names)
         self._ends_words = not is_pieces
@@ -88,8 +87,8 @@ class BeamSearch:
         return type(self), (self.tokenizer, self.lm, self.words, self.frame_seconds)
 
     def __call__(self, log_probs: NDArray[np.float32], weights: Weights, num_best: int = 1) -> list[Hypothesis]:
-        """At most `num_best` different texts of one utterance, best first, from log-probabilities `[T, V]`; none if no
-        word fits."""
+        """At most `num_best` different texts of one utterance, best first, from log-probabilities `[T, V]`. The list is
+        empty if no word fits."""
         emissions = self._emissions(log_probs)
         found: dict[str, Hypothesis] = {}
         for each in self._decoder(weights).decode(emissions.ctypes.data, *emissions.shape):
@@ -101,8 +100,8 @@ class BeamSearch:
         return list(found.values())
 
     def _emissions(self, log_probs: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Log-probabilities with a column for the end of the utterance and, if words end with a separator, a frame of
-        it."""
+        """The log-probabilities with an added column for the end of the utterance and, if words end with a separator,
+        an added frame with the separator."""
         frames, tokens = log_probs.shape
         extra = int(self.words is not None and self._ends_words)
         emissions = np.full((frames + extra, tokens + 1), _NEVER, dtype=np.float32)
@@ -112,7 +111,7 @@ class BeamSearch:
         return emissions
 
     def _hypothesis(self, result: Any, num_frames: int) -> Hypothesis:
-        """The hypothesis in a result of flashlight, which adds a frame of its own at either end."""
+        """The hypothesis in a result of flashlight, which adds a frame at either end."""
         path = np.asarray(result.tokens[1 : num_frames + 1], np.int64)
         timed = tuple(
             TimedWord(
@@ -138,7 +137,8 @@ class BeamSearch:
         }
         if self.words is None:
             free = decoder.LexiconFreeDecoderOptions(**common)
-            # what it calls silence counts as emitted before the first frame: a token that the network does not have
+            # Flashlight assumes that the silence token was emitted before the first frame, so we pass a token that the
+            # network does not have.
             return decoder.LexiconFreeDecoder(free, self._language_model, len(self._names) - 1, BLANK, [])
         options = decoder.LexiconDecoderOptions(**common, word_score=-weights.word_penalty, unk_score=-math.inf)
         return decoder.LexiconDecoder(
@@ -172,7 +172,7 @@ class BeamSearch:
 
 
 class SearchPool(contextlib.AbstractContextManager["SearchPool"]):
-    """Searches in several processes, or in this process for one job. A context manager."""
+    """A context manager that runs searches in `jobs` processes, or in this process for one job."""
 
     def __init__(self, search: BeamSearch, jobs: int = 1) -> None:
         self._search = search
@@ -187,7 +187,7 @@ class SearchPool(contextlib.AbstractContextManager["SearchPool"]):
     def __call__(
         self, utterances: Sequence[NDArray[np.float32]], weights: Weights, num_best: int = 1
     ) -> list[list[Hypothesis]]:
-        """The hypotheses of each utterance, which do not depend on the number of jobs."""
+        """The hypotheses of each utterance. They do not depend on the number of jobs."""
         if self._pool is None:
             return [self._search(each, weights, num_best) for each in utterances]
         chunk = max(1, len(utterances) // (4 * self._jobs))

@@ -1,5 +1,5 @@
-"""Searches without a language model: greedy CTC, greedy and beam search over the texts of a decoder, and an attention
-decoder's scores of given texts. Boosted phrases of a list replace words of a text where CTC's outputs come close."""
+"""Searches without a language model: greedy CTC decoding, and greedy and beam search with a decoder. An attention
+decoder can also score given texts, and listed phrases can replace words of a text where CTC's outputs support them."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ from starling.speech.models.transformer import END, AttentionDecoder
 from starling.speech.tokens import BLANK, WORD_START, Tokenizer
 
 Scored = tuple[list[int], float]
-"""The tokens of a text, and the natural log of its probability, which includes the end of the text."""
+"""The tokens of a text, and the natural log of the text's probability, which includes the end of the text."""
 MOST_IN_A_FRAME = 10
 """Maximum number of tokens that greedy search emits in one frame."""
 
@@ -31,14 +31,15 @@ class Emission(NamedTuple):
 
 
 def greedy_decode(log_probs: torch.Tensor, lengths: torch.Tensor, tokenizer: Tokenizer) -> list[str]:
-    """The text of each utterance by CTC, from `log_probs` `[B, T, V]` and `lengths` `[B]` in frames."""
+    """The text that greedy CTC decoding finds for each utterance, from `log_probs` `[B, T, V]` and `lengths` `[B]` in
+    frames."""
     best = log_probs.argmax(dim=2).cpu().numpy()
     rows = zip(best, lengths.tolist(), strict=True)
     return [tokenizer.decode([each.token for each in emissions_of(row[:size])]) for row, size in rows]
 
 
 def emissions_of(path: NDArray[np.int64]) -> list[Emission]:
-    """What CTC emits on a path of tokens `[T]`."""
+    """The tokens that CTC emits on a path `[T]`, with their frames."""
     starts = np.flatnonzero(np.diff(path, prepend=-1))
     ends = np.append(starts, len(path))[1:] - 1
     spans = zip(path[starts].tolist(), starts.tolist(), ends.tolist(), strict=True)
@@ -46,7 +47,7 @@ def emissions_of(path: NDArray[np.int64]) -> list[Emission]:
 
 
 def words_in(emissions: Iterable[Emission], names: Sequence[str]) -> list[list[Emission]]:
-    """The emissions of each word; `names` are the names of the tokens."""
+    """Group emissions by word. `names` are the names of the tokens."""
     words: list[list[Emission]] = []
     is_open = False
     for each in emissions:
@@ -61,22 +62,23 @@ def words_in(emissions: Iterable[Emission], names: Sequence[str]) -> list[list[E
 
 
 def greedy(decoder: Decoder, frames: torch.Tensor, lengths: torch.Tensor) -> list[list[int]]:
-    """The tokens of each utterance, from frames `[B, T, W]` of the encoder with lengths `[B]`: always the likeliest
-    token or, for a transducer, the likeliest step in each cell of the lattice."""
+    """The tokens that greedy search finds for each utterance, from the encoder's frames `[B, T, W]` with lengths `[B]`.
+    The search always takes the likeliest token or, with a transducer, the likeliest step in each cell of the
+    lattice."""
     if isinstance(decoder, AttentionDecoder):
         return _attention_greedy(decoder, frames, lengths)
     return _transducer_greedy(cast(Transducer, decoder), frames, lengths)
 
 
 def best_text(decoder: Decoder, frames: torch.Tensor, beam: int) -> list[int]:
-    """The likeliest tokens of one utterance by a beam search, from its frames `[T, W]`, without padding."""
+    """The likeliest tokens that beam search finds for one utterance, from its frames `[T, W]` without padding."""
     if isinstance(decoder, AttentionDecoder):
         return attention_beam(decoder, frames, beam)[0][0]
     return transducer_beam(cast(Transducer, decoder), frames, beam)[0][0]
 
 
 def _attention_greedy(decoder: AttentionDecoder, frames: torch.Tensor, lengths: torch.Tensor) -> list[list[int]]:
-    """The likeliest tokens of each utterance, at most as many as it has frames."""
+    """The tokens that greedy search finds for each utterance, at most as many as the utterance has frames."""
     memory, past = decoder.hear(frames, lengths), None
     last = torch.full((len(frames), 1), END, device=frames.device)
     open_ones = torch.ones(len(frames), dtype=torch.bool, device=frames.device)
@@ -94,10 +96,11 @@ def _attention_greedy(decoder: AttentionDecoder, frames: torch.Tensor, lengths: 
 def attention_beam(
     decoder: AttentionDecoder, frames: torch.Tensor, beam: int, num_best: int = 1, most_tokens: int | None = None
 ) -> list[Scored]:
-    """At most `num_best` texts of one utterance, likeliest first, from its frames `[T, W]`, without padding.
+    """At most `num_best` texts of one utterance, likeliest first, from its frames `[T, W]` without padding.
 
-    The `beam` likeliest beginnings are kept after each token. The search ends when none of them can become likelier
-    than the texts found. A text has at most `most_tokens` tokens (None: as many as frames).
+    The search keeps the `beam` likeliest partial texts after each token. It ends when no partial text can become
+    likelier than the complete texts already found. A text has at most `most_tokens` tokens; None allows as many as
+    there are frames.
     """
     limit = len(frames) if most_tokens is None else most_tokens
     heard = decoder.hear(frames[None], torch.tensor([len(frames)], device=frames.device))
@@ -122,7 +125,7 @@ def attention_beam(
 
 
 def scores(decoder: AttentionDecoder, frames: torch.Tensor, texts: Sequence[Sequence[int]]) -> list[float]:
-    """The natural log of the probability of each of the texts, for one utterance's frames `[T, W]`."""
+    """The natural log of the probability of each text, given one utterance's frames `[T, W]`."""
     if not texts:
         return []
     heard = decoder.hear(frames[None], torch.tensor([len(frames)], device=frames.device))
@@ -154,10 +157,10 @@ def _transducer_greedy(decoder: Transducer, frames: torch.Tensor, lengths: torch
 def transducer_beam(
     decoder: Transducer, frames: torch.Tensor, beam: int, num_best: int = 1, most_in_a_frame: int = 3
 ) -> list[Scored]:
-    """At most `num_best` texts of one utterance, likeliest first, from its frames `[T, W]`, without padding.
+    """At most `num_best` texts of one utterance, likeliest first, from its frames `[T, W]` without padding.
 
-    After each frame the `beam` likeliest texts are kept. A score sums over the alignments within the beam that have at
-    most `most_in_a_frame` tokens in a frame.
+    The search keeps the `beam` likeliest texts after each frame. The score of a text is summed over the alignments
+    within the beam that emit at most `most_in_a_frame` tokens in any frame.
 
     Source: the time-synchronous search of Saon et al. 2020, "Alignment-length synchronous decoding for RNN transducer".
     """
@@ -181,7 +184,7 @@ def transducer_beam(
             begun = {
                 (*texts[place // totals.shape[1]], place % totals.shape[1]): score
                 for place, score in zip(places.tolist(), scores.tolist(), strict=True)
-                if score > bar  # it can only fall: below, it would not be kept
+                if score > bar  # a score can only fall, so a text below the bar would not be kept
             }
             if not begun:
                 break
@@ -192,7 +195,7 @@ def transducer_beam(
 def _predictions(
     decoder: Transducer, texts: Iterable[tuple[int, ...]], known: dict[tuple[int, ...], torch.Tensor]
 ) -> torch.Tensor:
-    """The predictor's outputs after each text, `[N, width]`; `known` holds those computed before, by their context."""
+    """The predictor's outputs `[N, width]` after each text. `known` caches the outputs already computed, by context."""
     contexts = [((BLANK,) * decoder.context + text)[-decoder.context :] for text in texts]
     if missing := [each for each in dict.fromkeys(contexts) if each not in known]:
         rows = decoder.after(torch.tensor(missing, device=decoder.output.weight.device))
@@ -201,11 +204,11 @@ def _predictions(
 
 
 BOOST = 1.0
-"""Default weight of phrases, in natural logarithms for each token."""
+"""Default weight of a phrase per token, in natural-log units."""
 
 
 class Spotted(NamedTuple):
-    """A phrase, and its frames, from the separator before it (if there is one) to the boundary after it."""
+    """A phrase and its frames, which extend from the separator before it, if any, to the boundary after it."""
 
     phrase: str
     begin: int
@@ -219,18 +222,19 @@ class Phrases:
 
         max_π Σ_t (log p(t, π_t) - max_v log p(t, v)) + weight · |y|
 
-    The sum is the log likelihood ratio of the phrase to the best path, at most 0. A phrase consists of whole words: its
-    path begins with the utterance or a boundary of words, and ends with a boundary or the utterance. The search finds
-    the set of phrases with the greatest total gain whose spans do not overlap.
+    The sum is the log-likelihood ratio of the phrase to the best path, which is at most 0. A phrase consists of whole
+    words: its path begins at the beginning of the utterance or at a word boundary, and ends at a word boundary or at
+    the end of the utterance. The search finds the set of phrases with the greatest total gain whose spans do not
+    overlap.
 
     Source: Andrusenko et al. 2024, "Fast Context-Biasing for CTC and Transducer ASR models with CTC-based Word Spotter"
-    (arXiv 2406.07096). There, hypotheses are pruned, and each is compared with the words that were decoded. This search
-    is exact: outside phrases, it stays in a state that has the score of the best path, 0.
+    (arXiv 2406.07096). The paper prunes hypotheses and compares each one with the decoded words. Our search is exact:
+    outside phrases, it stays in a state whose score is that of the best path, 0.
 
     Args:
-        tokenizer: What the outputs mean.
-        lines: `PHRASE` or `PHRASE<tab>WEIGHT`. Blank lines, and those that begin with #, are ignored.
-        source: The origin of the lines, for messages.
+        tokenizer: The tokenizer of the network's outputs.
+        lines: `PHRASE` or `PHRASE<tab>WEIGHT`. Blank lines and lines that begin with # are ignored.
+        source: The origin of the lines, which error messages name.
 
     Raises:
         DataError: The tokenizer cannot spell a phrase, or a weight is not a number.
@@ -247,14 +251,14 @@ class Phrases:
         self._starts = [token for token, name in enumerate(names) if name.startswith(WORD_START)]
         spelled = [tokenizer.encode(phrase) for phrase in weights]
         self._has_start = np.array([names[tokens[0]].startswith(WORD_START) for tokens in spelled], bool)
-        # the states of a phrase: before it, its first token, a blank, its second token, …, its last token, a blank
+        # The states of a phrase: before the phrase, first token, blank, second token, blank, …, last token, blank.
         rows = [[BLANK, *(label for token in tokens for label in (token, BLANK))] for tokens in spelled]
         sizes = np.array([len(row) for row in rows], np.int64)
         self._labels = labels = np.array([label for row in rows for label in row], np.int64)
         self._befores = np.cumsum(sizes) - sizes
         self._ends = np.concatenate([self._befores + sizes - 1, self._befores + sizes - 2])
         self._bonuses = np.tile(np.array(list(weights.values())) * (sizes // 2), 2)
-        self._costs = np.full(len(labels), -np.inf)  # of skipping the blank before a state
+        self._costs = np.full(len(labels), -np.inf)  # cost of skipping the blank before each state
         self._costs[2:][(labels[2:] != BLANK) & (labels[2:] != labels[:-2])] = 0.0
         self._costs[self._befores + 1] = -np.inf
 
@@ -262,8 +266,8 @@ class Phrases:
         return len(self._phrases)
 
     def __call__(self, log_probs: NDArray[np.float32], emissions: Sequence[Emission]) -> str | None:
-        """The words of emissions in `[T, V]`, in which the phrases that are found replace the words whose middle is in
-        their spans; None if no phrase is found."""
+        """The words of `emissions`, with phrases boosted according to log-probabilities `[T, V]`. Each phrase that is
+        found replaces the words whose middle lies in its span. Returns None if no phrase is found."""
         if not (spotted := self.spot(log_probs)):
             return None
         words = [((each.begin + each.end) / 2, each.phrase) for each in spotted]
@@ -280,9 +284,9 @@ class Phrases:
         scores = (log_probs - log_probs.max(1, keepdims=True)).astype(np.float64)
         states, begins = np.full(len(self._labels) + 2, -np.inf), np.zeros(len(self._labels) + 2, np.int32)
         stayed, moved, behind = states[2:], states[1:-1], states[:-2]
-        found: dict[int, Spotted] = {}  # the last phrase of the best set, by its end
-        total = 0.0  # of the best set so far
-        separated, begin = 0.0, 0  # of the best set that is followed by a separator, and the separator's frame
+        found: dict[int, Spotted] = {}  # end frame -> last phrase of the best set that ends there
+        total = 0.0  # total gain of the best set so far
+        separated, begin = 0.0, 0  # gain of the best set followed by a separator; the separator's frame
         end_labels = self._labels[self._ends]
         for frame, (likeliest, best, second) in enumerate(self._boundaries(scores)):
             gains = stayed[self._ends] + np.where(end_labels == likeliest, second, best) + self._bonuses
@@ -305,8 +309,9 @@ class Phrases:
         return _chosen(found, len(scores))
 
     def _boundaries(self, scores: NDArray[np.float64]) -> Iterable[tuple[int, float, float]]:
-        """For each frame of `[T, V]`, and after the last, where it costs nothing: the likeliest token that is or begins
-        with a word boundary, its score, and the score of the second likeliest, which may follow the same token."""
+        """Yield, for each frame of `[T, V]`, the likeliest token that is or begins with a word boundary, its score, and
+        the score of the second likeliest such token, which may follow the same token. Yield also a boundary after the
+        last frame, which costs nothing."""
         tokens = np.array([*self._starts, -1, -1])
         each = np.pad(scores[:, self._starts], ((0, 1), (0, 2)), constant_values=-np.inf)
         each[-1] = 0.0
@@ -317,7 +322,7 @@ class Phrases:
 
 
 def read_phrases(path: Path) -> list[str]:
-    """The lines of a list of phrases. Raises DataError for a file that cannot be read, or contains no phrase."""
+    """The lines of a file of phrases. Raises DataError if the file cannot be read or contains no phrase."""
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, ValueError) as error:
@@ -329,7 +334,7 @@ def read_phrases(path: Path) -> list[str]:
 
 
 def _weighted(line: str, where: str, tokenizer: Tokenizer) -> tuple[str, float]:
-    """The phrase in a line, with its weight."""
+    """The phrase in a line, and its weight."""
     written, _, weight = line.partition("\t")
     phrase = " ".join(written.split())
     try:
@@ -355,7 +360,7 @@ def _can_spell(tokenizer: Tokenizer, text: str) -> bool:
 
 
 def _chosen(found: dict[int, Spotted], place: int) -> list[Spotted]:
-    """The phrases of the best set that ends by a given frame, in order."""
+    """The phrases, in order, of the best set that ends by the frame `place`."""
     spotted: list[Spotted] = []
     while place > 0:
         if (last := found.get(place)) is not None:

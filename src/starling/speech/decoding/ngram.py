@@ -1,4 +1,4 @@
-"""N-gram language models: interpolated modified Kneser-Ney, read from and written to ARPA files."""
+"""N-gram language models with interpolated modified Kneser-Ney smoothing, and their ARPA files."""
 
 import math
 from collections import Counter, defaultdict
@@ -14,24 +14,25 @@ from starling.speech.corpora.lines import read_lines, replace_file
 BEGIN, END, UNKNOWN = "<s>", "</s>", "<unk>"
 _SPECIAL = (BEGIN, END, UNKNOWN)
 _FALLBACK = (0.5, 1.0, 1.5)
-"""Discounts of counts 1, 2, and 3 or more where the data are too few to estimate them; the same values as KenLM's."""
+"""Discounts for counts of 1, 2, and 3 or more if there is too little data to estimate them. KenLM uses the same
+values."""
 _NEVER = -99.0  # the log10 probability of `<s>`, by convention
 Gram = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """How well a model predicts texts, per word and end of sentence."""
+    """The perplexity of a model on texts, per word and end of sentence."""
 
     with_unknown: float  # unknown words are scored as `<unk>`
-    without_unknown: float  # they are left out
-    num_words: int  # ends of sentences included
+    without_unknown: float  # unknown words are left out
+    num_words: int  # includes the ends of sentences
     num_unknown: int
 
 
 @dataclass(frozen=True)
 class NgramModel:
-    """A back-off model.
+    """A back-off n-gram model.
 
     Args:
         probabilities: log10 p(last word | the words before it), by n-gram, for each order from 1.
@@ -47,7 +48,7 @@ class NgramModel:
 
     @property
     def words(self) -> list[str]:
-        """All words but `<s>`, `</s>` and `<unk>`."""
+        """All words except `<s>`, `</s>` and `<unk>`."""
         return [word for (word,) in self.probabilities[0] if word not in _SPECIAL]
 
     def log10(self, word: str, history: Sequence[str]) -> float:
@@ -62,13 +63,13 @@ class NgramModel:
             found = self.probabilities[len(context)].get((*context, word))
             if found is not None:
                 return total + found
-            if not context:  # a model without <unk>
+            if not context:  # the model has no <unk>
                 return -math.inf
             total += self.backoffs[len(context) - 1].get(context, 0.0)
             context = context[1:]
 
     def perplexity(self, texts: Iterable[str]) -> Perplexity:
-        """The perplexity of texts, one sentence each."""
+        """The perplexity of texts, each of which is one sentence."""
         known: dict[bool, list[float]] = {True: [], False: []}
         for text in texts:
             words = [BEGIN, *text.split(), END]
@@ -91,7 +92,7 @@ class NgramModel:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read the model in an ARPA file. Raises DataError, naming the line, for any other file."""
+        """Read the model in an ARPA file. Raises DataError, naming the line, if the file is not a valid ARPA file."""
         sizes: list[int] = []
         probabilities: list[dict[Gram, float]] = []
         backoffs: list[dict[Gram, float]] = []
@@ -131,15 +132,16 @@ class NgramModel:
 
 
 def estimate(sentences: Iterable[Sequence[str]], order: int) -> NgramModel:
-    """A model of sentences, each a sequence of words, by interpolated modified Kneser-Ney.
+    """Estimate a model from sentences, each a sequence of words, with interpolated modified Kneser-Ney smoothing.
 
         p(w | h) = max(a(hw) - D(a(hw)), 0) / sum over v of a(hv) + gamma(h) p(w | h')
 
-    a is the count of an n-gram that has the highest order or begins with `<s>`; for any other n-gram, it is the number
-    of different words before it. h' is h without its first word; below unigrams, all words and `<unk>` are equally
-    probable. gamma(h) makes the sum over w 1. D has a value for counts of 1, of 2, and of 3 or more, estimated for each
-    order from the numbers n1 to n4 of n-grams with counts 1 to 4; where n1, n2 or n3 is 0 or a discount is impossible,
-    D is 0.5, 1 and 1.5. No n-gram is pruned. This is what KenLM's `lmplz --discount_fallback` computes.
+    For an n-gram that has the highest order or begins with `<s>`, a is its count; for any other n-gram, a is the number
+    of different words that precede it. h' is h without its first word; below unigrams, all words and `<unk>` are
+    equally probable. gamma(h) normalises the sum over w to 1. D has three values, for counts of 1, of 2, and of 3 or
+    more. They are estimated for each order from the numbers n1 to n4 of n-grams with counts 1 to 4. If n1, n2 or n3 is
+    0, or an estimate is impossible, the three values are 0.5, 1 and 1.5. No n-gram is pruned. KenLM's `lmplz
+    --discount_fallback` computes the same model.
 
     References:
         Chen and Goodman, "An empirical study of smoothing techniques for language modeling", Computer Speech and
@@ -182,7 +184,7 @@ def estimate(sentences: Iterable[Sequence[str]], order: int) -> NgramModel:
 
 
 def _adjusted_counts(padded: Sequence[Sequence[str]], order: int) -> list[dict[Gram, int]]:
-    """The count a of each n-gram, for each order from 1, except for `<s>` alone, which has none."""
+    """The adjusted count a of each n-gram, for each order from 1. The unigram `<s>` has no count."""
     highest = Counter(tuple(each[at : at + order]) for each in padded for at in range(len(each) - order + 1))
     counts: list[dict[Gram, int]] = [highest]
     for shorter in range(order - 1, 0, -1):
@@ -201,13 +203,13 @@ def _discounts(counts: Iterable[int]) -> tuple[float, float, float]:
         return _FALLBACK
     y = n[1] / (n[1] + 2 * n[2])
     one, two, more = (count - (count + 1) * y * n[count + 1] / n[count] for count in (1, 2, 3))
-    if not (0 < one <= 1 and 0 < two <= 2 and 0 < more <= 3):  # 0 would leave nothing to unseen words
+    if not (0 < one <= 1 and 0 < two <= 2 and 0 < more <= 3):  # with 0, unseen words would have no probability
         return _FALLBACK
     return one, two, more
 
 
 def _size(text: str, order: int, where: str) -> int:
-    """The number in a line `ngram ORDER=NUMBER`."""
+    """The number in a line of the form `ngram ORDER=NUMBER`."""
     name, _, size = text.removeprefix("ngram ").partition("=")
     if name.strip() != str(order) or not size.strip().isdecimal():
         raise DataError(f"{where}: {text[:80]!r} is not the number of {order}-grams")

@@ -1,4 +1,4 @@
-"""Acoustic models: a configuration for each architecture, and the network that is built from it."""
+"""Acoustic models: a configuration for each architecture, and the network that is built from the configuration."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _ARCHITECTURES: Registry[type[Architecture]] = Registry(
     wanted="a class that inherits from starling.speech.models.Architecture",
 )
 _KEYS = dict.fromkeys(key for each in MODELS.values() for key in each.model_fields)
-"""The keys of all models, each null, which means the same as leaving it out."""
+"""The keys of all models, each with the value null, which has the same meaning as omitting the key."""
 
 
 def _of_its_name(value: Any, handler: ValidatorFunctionWrapHandler) -> Architecture:
     if isinstance(value, Architecture):
         return value
     if not isinstance(value, dict) or not isinstance(name := value.get("name", "blstm"), str):
-        found: Architecture = handler(value)  # says what it must be
+        found: Architecture = handler(value)  # the error states what is expected
         return found
     try:
         kind = _ARCHITECTURES.find(name)
@@ -53,7 +53,7 @@ def _of_its_name(value: Any, handler: ValidatorFunctionWrapHandler) -> Architect
 
 
 def _as_given(model: Architecture, info: SerializationInfo) -> dict[str, Any]:
-    """All keys that a model may have, with null for those that a recipe does not set."""
+    """All keys that a model may have, with null for the keys that a recipe does not set."""
     given = {"name", "preset", "encoder"} | model.model_fields_set
     return _KEYS | model.model_dump(mode=info.mode, include=given)
 
@@ -65,7 +65,7 @@ ModelConfig = Annotated[
 
 
 def model_config(**keys: Any) -> Architecture:
-    """The `model:` section with these keys. Raises pydantic's ValidationError if they are wrong."""
+    """The `model:` section with these keys. Raises pydantic's ValidationError if the keys are invalid."""
     found: Architecture = TypeAdapter[Any](ModelConfig).validate_python(keys)
     return found
 
@@ -78,14 +78,15 @@ def build_model(
     frame_shift: float = 0.010,
     num_phones: int | None = None,
 ) -> nn.Module:
-    """The network of `config` with fresh weights and `vocab_size` outputs; the same seed gives the same weights.
+    """Build the network that `config` describes, with fresh weights and `vocab_size` outputs. The same seed gives the
+    same weights.
 
-    `frame_shift` is the frame shift of the features in seconds, by which `config.chunk` is converted to frames.
-    `num_phones` is the number of outputs of `config.phones`, including the blank; None leaves them out.
+    `frame_shift`, the frame shift of the features in seconds, converts `config.chunk` to frames. `num_phones` is the
+    number of outputs of `config.phones`, including the blank; None leaves these outputs out.
 
-    `forward(features [B, T, F], lengths [B])` gives log-probabilities `[B, T', V]` and lengths `[B]`. The outputs of an
-    utterance don't depend on its padding (to rounding, about 1e-6). Raises ConfigError for a decoder or phones that the
-    network cannot have.
+    `forward(features [B, T, F], lengths [B])` returns log-probabilities `[B, T', V]` and lengths `[B]`. The outputs for
+    an utterance do not depend on its padding (up to rounding, about 1e-6). Raises ConfigError if the network does not
+    support the decoder or the phones.
     """
     from starling.chance import borrowed_generators
     from starling.speech.models.network import Network, PhoneOutput, StreamingNetwork

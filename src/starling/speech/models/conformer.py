@@ -1,4 +1,5 @@
-"""A Conformer encoder with CTC outputs: attention for the whole utterance, convolution for nearby frames."""
+"""A Conformer encoder with CTC outputs. It combines attention over the whole utterance with convolution over nearby
+frames."""
 
 import torch
 import torch.nn.functional as F
@@ -10,12 +11,12 @@ from starling.speech.models.transformer import AttentionNetwork, SelfAttention, 
 
 
 class RelativeAttention(SelfAttention):
-    """Self-attention whose scores also depend on the distance between frames; `[B, T, width]` -> `[B, T, width]`.
+    """Self-attention, from `[B, T, width]` to `[B, T, width]`, whose scores also depend on the distance between frames.
 
         score(i, j) = ((q_i + u)' k_j + (q_i + v)' W r(i - j)) / sqrt(D)
 
-    in each head, with sinusoids r, and learned u, v and W. It needs `[B, heads, T, T]` scores in memory, which rotary
-    positions don't. Source: Dai et al. 2019, "Transformer-XL", section 3.3 (arXiv 1901.02860).
+    in each head, with sinusoids r, and learned u, v and W. Unlike attention with rotary positions, it needs the scores
+    `[B, heads, T, T]` in memory. Source: Dai et al. 2019, "Transformer-XL", section 3.3 (arXiv 1901.02860).
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -31,7 +32,7 @@ class RelativeAttention(SelfAttention):
         places: torch.Tensor | None,
         past: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, None]:
-        """The outputs for whole utterances; arguments are as in `SelfAttention`, and `places` is `distances(T,
+        """The outputs for whole utterances. The arguments are those of `SelfAttention`; `places` is `distances(T,
         width)`."""
         if places is None or past is not None:
             raise ValueError("relative attention needs the sinusoids of distances, of whole utterances")
@@ -48,7 +49,7 @@ class RelativeAttention(SelfAttention):
 
 
 class FeedForward(nn.Module):
-    """W2 swish(W1 LayerNorm(x) + b1) + b2, swish(x) = x sigmoid(x), with dropout after either layer."""
+    """Computes W2 swish(W1 LayerNorm(x) + b1) + b2 with swish(x) = x sigmoid(x), and dropout after both layers."""
 
     def __init__(self, width: int, feed_forward: int, dropout: float) -> None:
         super().__init__()
@@ -66,7 +67,7 @@ class FeedForward(nn.Module):
 
 
 class Convolution(nn.Module):
-    """W2 swish(LayerNorm(c * GLU(W1 LayerNorm(x)))): a convolution c over time, one for each unit.
+    """Computes W2 swish(LayerNorm(c * GLU(W1 LayerNorm(x)))), where c is a depthwise convolution over time.
 
     Frames outside the utterance are set to zero before the convolution, as if they did not exist.
     """
@@ -83,9 +84,9 @@ class Convolution(nn.Module):
     def forward(
         self, frames: torch.Tensor, inside: torch.Tensor, chunk: int | None = None, past: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`[B, T, width]` -> `[B, T, width]`, and the past of the next chunk; `inside` `[B, T, 1]` is true inside the
-        utterance. With a `chunk`, in frames, no frame hears beyond the end of its chunk. Alternatively, `frames` are
-        one chunk, which the `past` `[B, width, kernel // 2]` precedes."""
+        """The outputs `[B, T, width]`, and the past for the next chunk. `inside` `[B, T, 1]` is true inside the
+        utterance. If `chunk`, a number of frames, is given, no frame depends on frames after its own chunk.
+        Alternatively, `frames` are one chunk, preceded by `past` `[B, width, kernel // 2]`."""
         gated = F.glu(self.gates(self.norm(frames)), dim=2).masked_fill(~inside, 0.0).transpose(1, 2)
         if past is not None:
             window = torch.cat([past, gated], dim=2)
@@ -96,7 +97,7 @@ class Convolution(nn.Module):
 
 
 class Block(nn.Module):
-    """One block of a Conformer, `[B, T, width]` -> `[B, T, width]`.
+    """One block of a Conformer, which maps `[B, T, width]` to `[B, T, width]`.
 
     x <- x + FeedForward(x) / 2
     x <- x + Attention(LayerNorm(x))
@@ -133,7 +134,7 @@ class Block(nn.Module):
 
 
 class ConformerCtc(AttentionNetwork):
-    """Convolutional subsampling, a projection to the width, Conformer blocks, CTC outputs.
+    """Convolutional subsampling, a projection to the width, Conformer blocks, and CTC outputs.
 
     Source: Gulati et al. 2020, "Conformer: convolution-augmented Transformer for speech recognition" (arXiv
     2005.08100). It departs from the paper in three places: subsampling is `ConvSubsampling`; the convolution contains a
@@ -148,7 +149,7 @@ class ConformerCtc(AttentionNetwork):
         self.convolved = config.width, config.kernel // 2
 
     def caches(self, batch_size: int, chunks: Chunks) -> Caches:
-        """The caches of attention, with the frames before the chunk that the convolutions hear between them, `[B,
-        layers, width, kernel // 2]`."""
+        """The caches of attention, and between them a cache of the frames before the chunk that the convolutions use,
+        `[B, layers, width, kernel // 2]`."""
         past, remembered = super().caches(batch_size, chunks)
         return past, past.new_zeros(batch_size, len(self.blocks), *self.convolved), remembered

@@ -1,4 +1,4 @@
-"""The parts that acoustic models share: outputs, decoder, phones, convolutions before the layers, and streaming."""
+"""The parts that acoustic models share: outputs, decoder, phones, subsampling convolutions, and streaming."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from starling.speech.models.architectures import Chunks, frames_after
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
-_KERNEL = 5  # frames, of the convolutions in front
-_WHOLE = 0.5  # share of training passes in full context, as in WeNet
+_KERNEL = 5  # kernel size, in frames, of the subsampling convolutions
+_WHOLE = 0.5  # fraction of training passes with full context, as in WeNet
 
 Caches = tuple[torch.Tensor, ...]
 
 
 class Decoder(nn.Module):
-    """A decoder that follows an encoder, beside CTC."""
+    """A decoder that follows an encoder, in addition to CTC."""
 
     def forward(
         self, frames: torch.Tensor, lengths: torch.Tensor, tokens: torch.Tensor, token_lengths: torch.Tensor
@@ -29,25 +29,26 @@ class Decoder(nn.Module):
 
         Args:
             frames: The encoder's frames, `[B, T', W]`.
-            lengths: Numbers of frames, `[B]`.
-            tokens: The tokens of all utterances, one after another, `[sum of token_lengths]`.
-            token_lengths: Numbers of tokens, `[B]`.
+            lengths: The number of frames of each utterance, `[B]`.
+            tokens: The concatenated tokens of all utterances, `[sum of token_lengths]`.
+            token_lengths: The number of tokens of each utterance, `[B]`.
         """
         raise NotImplementedError
 
 
 class Layers(NamedTuple):
-    """The stacked layers of an encoder, each fed by the previous one, all at the encoder's frame rate."""
+    """The stacked layers of an encoder. Each layer's input is the previous layer's output, and all layers run at the
+    encoder's frame rate."""
 
-    modules: nn.ModuleList  # each returns `[B, T', width]`, alone or first in a tuple
+    modules: nn.ModuleList  # each returns `[B, T', width]`, alone or as the first element of a tuple
     width: int
 
 
 class PhoneOutput(nn.Module):
     """Log-probabilities of phones, predicted from the outputs of a lower layer.
 
-    The lower layers learn the sounds, the layers above them the spelling: Sanabria and Metze 2018, "Hierarchical
-    multitask learning with CTC" (arXiv 1807.07104).
+    The lower layers thus learn sounds, and the layers above them learn the spelling. Source: Sanabria and Metze 2018,
+    "Hierarchical multitask learning with CTC" (arXiv 1807.07104).
     """
 
     def __init__(self, width: int, layer: int, dropout: float, num_phones: int) -> None:
@@ -57,19 +58,19 @@ class PhoneOutput(nn.Module):
         self.output = nn.Linear(width, num_phones)
 
     def forward(self, frames: torch.Tensor) -> torch.Tensor:
-        """The outputs of the layer `[B, T', width]` -> log-probabilities `[B, T', P]` (float32)."""
+        """Map the layer's outputs `[B, T', width]` to log-probabilities `[B, T', P]` (float32)."""
         log_probs: torch.Tensor = self.output(self.dropout(frames)).float().log_softmax(dim=2)
         return log_probs
 
 
 class Network(nn.Module):
-    """An acoustic model: `encode` makes frames, and `output` turns each frame into log-probabilities of the tokens."""
+    """An acoustic model: `encode` computes the encoder's frames, and `output` maps each frame to the tokens' scores."""
 
     output: nn.Linear
     decoder: Decoder | None
     phones: PhoneOutput | None
     stacked: Layers | None
-    """The layers from which phones can be predicted; None if there are none."""
+    """The layers from which phones can be predicted; None if there are no such layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +79,7 @@ class Network(nn.Module):
         self.stacked = None
 
     def encode(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Features `[B, T, F]` and lengths `[B]` -> frames `[B, T', output.in_features]` and lengths `[B]`."""
+        """Map features `[B, T, F]` and lengths `[B]` to frames `[B, T', output.in_features]` and lengths `[B]`."""
         raise NotImplementedError
 
     def log_probs(self, frames: torch.Tensor) -> torch.Tensor:
@@ -87,10 +88,11 @@ class Network(nn.Module):
         return log_probs
 
     def tensor_plan(self) -> dict[str, ParallelStyle]:
-        """The layers that are cut in `island: {tensor: n}`, by the name of the module.
+        """The layers that `island: {tensor: n}` divides among ranks, by the name of the module.
 
-        The output layer is cut by outputs, whose results all ranks get; feed-forward parts (modules with `widening`,
-        `wide_dropout` and `narrowing`) are cut by their inner units. Everything else is whole on all ranks."""
+        The output layer is divided by outputs, and all ranks receive all results. Feed-forward parts (modules with
+        `widening`, `wide_dropout` and `narrowing`) are divided by their inner units. Everything else is replicated on
+        all ranks."""
         from torch.distributed.tensor import Replicate
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -111,10 +113,10 @@ class Network(nn.Module):
         tokens: torch.Tensor | None = None,
         token_lengths: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Features `[B, T, F]` and lengths `[B]` -> log-probabilities `[B, T', V]` (float32) and lengths `[B]`.
+        """Map features `[B, T, F]` and lengths `[B]` to log-probabilities `[B, T', V]` (float32) and lengths `[B]`.
 
-        Given tokens in the form that `Decoder` takes, it also returns the decoder's loss, if there is a decoder,
-        followed by the log-probabilities `[B, T', P]` of phones, if there are phones.
+        If tokens are given, in the form that `Decoder` expects, `forward` also returns the decoder's loss (if there is
+        a decoder), followed by the log-probabilities `[B, T', P]` of phones (if there are phones).
         """
         if tokens is None or token_lengths is None:
             frames, lengths = self.encode(features, lengths)
@@ -130,7 +132,7 @@ class Network(nn.Module):
     def _encode_with_phones(
         self, features: torch.Tensor, lengths: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """The results of `encode`, and the log-probabilities of phones, if there are any."""
+        """The results of `encode`, and the log-probabilities of phones, if there are phones."""
         if self.phones is None or self.stacked is None:
             return *self.encode(features, lengths), None
         heard: list[torch.Tensor] = []
@@ -144,12 +146,12 @@ class Network(nn.Module):
 
 
 def padded(tokens: torch.Tensor, token_lengths: torch.Tensor) -> torch.Tensor:
-    """Tokens `[sum of token_lengths]` -> `[B, U]`, 0 in the padding."""
+    """Pad concatenated tokens `[sum of token_lengths]` to `[B, U]`, with 0 in the padding."""
     return nn.utils.rnn.pad_sequence(list(torch.split(tokens, token_lengths.tolist())), batch_first=True)
 
 
 def frame_mask(lengths: torch.Tensor, num_frames: int) -> torch.Tensor:
-    """A mask `[B, num_frames, 1]`: true inside an utterance, false in its padding."""
+    """A mask `[B, num_frames, 1]` that is true inside an utterance and false in its padding."""
     return (torch.arange(num_frames, device=lengths.device) < lengths[:, None])[:, :, None]
 
 
@@ -159,11 +161,11 @@ def _strides(subsampling: int) -> list[int]:
 
 
 class ConvSubsampling(nn.Module):
-    """Two convolutions over time, each followed by LayerNorm and ReLU; `[B, T, F]` -> `[B, T', channels]`.
+    """Two convolutions over time, each followed by LayerNorm and ReLU, that map `[B, T, F]` to `[B, T', channels]`.
 
-    The mel bands are the input channels: on a CPU this costs a fraction of convolutions over time and
-    frequency. `subsampling` 2 puts stride 2 on the first layer, 4 on both. Padding is set to zero before
-    each convolution, so that it never reaches an utterance's frames.
+    The mel bands are the input channels. On a CPU, this costs a fraction of the time of convolutions over time and
+    frequency. With `subsampling` 2, the first convolution has stride 2; with 4, both have. Padding is set to zero
+    before each convolution, so that it never affects an utterance's frames.
     """
 
     def __init__(self, num_features: int, channels: int, subsampling: int) -> None:
@@ -185,16 +187,16 @@ class ConvSubsampling(nn.Module):
 
     @property
     def reach(self) -> int:
-        """Number of feature frames that an encoder frame hears on either side of its own."""
+        """Number of feature frames on either side of its own that an encoder frame depends on."""
         return (1 + self.strides[0]) * (_KERNEL // 2)
 
     def window(self, frames: int) -> int:
-        """Number of feature frames that `frames` successive encoder frames hear."""
+        """Number of feature frames on which `frames` successive encoder frames depend."""
         return self.rate * (frames - 1) + 2 * self.reach + 1
 
     def of_window(self, features: torch.Tensor, inside: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The encoder inputs `[B, C, channels]` of a window `[B, window(C), F]`, and which of them belong to the
-        utterance, `[B, C]`; `inside` `[B, window(C)]` says this of the window's frames."""
+        """The encoder inputs `[B, C, channels]` for a window `[B, window(C), F]`, and a mask `[B, C]` of the inputs
+        that belong to the utterance. `inside`, `[B, window(C)]`, is the corresponding mask of the window's frames."""
         edge = _KERNEL // 2
         for layer, norm, stride in zip(self.convolutions, self.norms, self.strides, strict=True):
             convolution = cast(nn.Conv1d, layer)
@@ -215,12 +217,12 @@ class ConvSubsampling(nn.Module):
 
 
 class Conv2dSubsampling(nn.Module):
-    """Two convolutions over time and frequency, each followed by ReLU, a projection, LayerNorm and ReLU; `[B, T, F]` ->
-    `[B, T', channels]`.
+    """Two convolutions over time and frequency, each followed by ReLU, then a projection, LayerNorm and ReLU. They map
+    `[B, T, F]` to `[B, T', channels]`.
 
-    A pattern is recognised wherever it lies on the frequency axis, which differs between voices. The first convolution
-    has `conv2d_channels` channels, the second twice as many, and each halves the number of bands. The number of frames
-    is the same as with `ConvSubsampling`, and padding never reaches an utterance's frames.
+    A pattern is recognised wherever it lies on the frequency axis; its place differs between voices. The first
+    convolution has `conv2d_channels` channels, and the second has twice as many. Each halves the number of bands. The
+    number of frames is the same as with `ConvSubsampling`, and padding never affects an utterance's frames.
     """
 
     def __init__(self, num_features: int, conv2d_channels: int, channels: int, subsampling: int) -> None:
@@ -247,27 +249,27 @@ class Conv2dSubsampling(nn.Module):
 
 @dataclass(frozen=True)
 class StreamState:
-    """The memory that a network has of B streams that advance together."""
+    """The state of a network for B streams that advance together."""
 
-    pending: torch.Tensor  # [B, n, F], feature frames that later chunks need
-    inside: torch.Tensor  # [B, n]: false for what stands in front of the first frame
+    pending: torch.Tensor  # [B, n, F]: feature frames that later chunks need
+    inside: torch.Tensor  # [B, n]: false for the padding before the first frame
     caches: Caches
-    heard: int = 0  # feature frames so far
-    emitted: int = 0  # encoder frames so far
+    heard: int = 0  # number of feature frames so far
+    emitted: int = 0  # number of encoder frames so far
     is_over: bool = False
 
 
 class StreamingNetwork(Network):
-    """A network that can hear chunk by chunk once `chunks` is set. Its outputs are then the same as for the whole
-    utterance with a chunk mask.
+    """A network that can process audio chunk by chunk once `chunks` is set. Its outputs are then the same as those for
+    the whole utterance with a chunk mask.
 
-    Frames attend to their chunk and to some before it. A convolution of a Conformer hears the frames before its chunk,
-    but none after it, as in Li et al. 2023, "Dynamic chunk convolution for unified streaming and non-streaming
-    Conformer ASR" (arXiv 2304.09325). The convolutions before all layers hear a few feature frames of the next chunk,
-    for which a stream waits.
+    Frames attend to their own chunk and to some chunks before it. In a Conformer, the convolution over a chunk uses
+    frames before the chunk but none after it, as in Li et al. 2023, "Dynamic chunk convolution for unified streaming
+    and non-streaming Conformer ASR" (arXiv 2304.09325). The subsampling convolutions use a few feature frames of the
+    next chunk, for which a stream waits.
 
-    In training, a pass has chunks of a random length, up to twice the length that is set, or with probability 1/2 full
-    context. In evaluation, it has the chunks that are set, unless `full_context` turns them off.
+    In training, a pass has full context with probability 1/2; otherwise, it has chunks of a random length, up to twice
+    the configured length. In evaluation, a pass has the configured chunks, unless `full_context` disables them.
     """
 
     subsampling: ConvSubsampling
@@ -280,10 +282,10 @@ class StreamingNetwork(Network):
         self.full_context = False
 
     def pass_chunks(self) -> Chunks | None:
-        """The chunks of one pass over whole utterances; None gives full context."""
+        """The chunks for one pass over whole utterances; None means full context."""
         if self.chunks is None or not self.training:
             return None if self.full_context else self.chunks
-        draw = torch.rand(2)  # of dropout's generator, which learners seed for each mini-batch
+        draw = torch.rand(2)  # from dropout's generator, which learners seed for each mini-batch
         if float(draw[0]) < _WHOLE:
             return None
         frames = 1 + int(float(draw[1]) * 2 * self.chunks.frames)
@@ -297,21 +299,21 @@ class StreamingNetwork(Network):
         """The encoder frames `[B, C, W]` of one chunk, and the caches for the next chunk.
 
         Args:
-            window: Feature frames of the chunk, and those that the first convolutions hear around it, `[B, N, F]`; see
-                `ConvSubsampling.window`. The next chunk's begins `C * subsampling` frames later.
-            inside: Which of these frames belong to the utterance, `[B, N]`.
+            window: The feature frames `[B, N, F]` of the chunk and those around it that the subsampling convolutions
+                use; see `ConvSubsampling.window`. The next chunk's window begins `C * subsampling` frames later.
+            inside: A mask `[B, N]` of the window's frames that belong to the utterance.
             caches: The caches of the previous chunk.
         """
         raise NotImplementedError
 
     def window(self) -> tuple[int, int]:
-        """The number N of feature frames in `encode_chunk`'s window, and the number of frames by which the next window
-        is later."""
+        """The number N of feature frames in the window of `encode_chunk`, and the number of frames from the beginning
+        of a window to the beginning of the next."""
         frames = self._streamed().frames
         return self.subsampling.window(frames), frames * self.subsampling.rate
 
     def initial_state(self, batch_size: int = 1) -> StreamState:
-        """The state at the beginning of streams. Raises ValueError without chunks."""
+        """The state at the beginning of streams. Raises ValueError if `chunks` is not set."""
         reference = self.output.weight
         pending = reference.new_zeros(batch_size, self.subsampling.reach, self.subsampling.num_features)
         inside = torch.zeros(pending.shape[:2], dtype=torch.bool, device=reference.device)
@@ -320,11 +322,11 @@ class StreamingNetwork(Network):
     def step(
         self, features: torch.Tensor, state: StreamState, is_last: bool = False
     ) -> tuple[torch.Tensor, StreamState]:
-        """Log-probabilities `[B, T', V]` (float32) of the chunks that features `[B, T, F]` of any length complete; with
-        `is_last`, of all remaining frames.
+        """Add features `[B, T, F]` of any length, and return the log-probabilities `[B, T', V]` (float32) of the chunks
+        that they complete. With `is_last`, return those of all remaining frames.
 
-        Together, the steps give what the network gives for the whole utterance in evaluation, to rounding. Raises
-        ValueError for a stream that has ended.
+        The outputs of all steps together equal the network's outputs for the whole utterance in evaluation, up to
+        rounding. Raises ValueError for a stream that has ended.
         """
         if state.is_over:
             raise ValueError("the stream is over: begin a new one with initial_state()")
@@ -353,21 +355,21 @@ class StreamingNetwork(Network):
 
 
 def chunk_mask(inside: torch.Tensor, chunks: Chunks) -> torch.Tensor:
-    """Which frames attend to which, `[B, 1, T, T]`, from the mask `inside` `[B, T, 1]`; frames in the padding attend to
-    all."""
+    """The attention mask `[B, 1, T, T]`, computed from the mask `inside` `[B, T, 1]`. Frames in the padding attend to
+    all frames."""
     number = torch.arange(inside.shape[1], device=inside.device) // chunks.frames
     apart = number[:, None] - number
     return inside[:, None, None, :, 0] & (apart >= 0) & (apart <= chunks.left) | ~inside[:, None]
 
 
 def chunk_visible(remembered: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
-    """Which frames the frames of one chunk attend to, `[B, 1, C, L + C]`, with `L` frames before the chunk; both
-    arguments are masks `[B, frames]`."""
+    """The attention mask `[B, 1, C, L + C]` of one chunk of C frames, with L frames before the chunk. Both arguments
+    are masks `[B, frames]`."""
     return torch.cat([remembered, inside], dim=1)[:, None, None] | ~inside[:, None, :, None]
 
 
 def chunk_convolution(convolution: nn.Conv1d, frames: torch.Tensor, size: int) -> torch.Tensor:
-    """A convolution over `[B, W, T]` in which no frame hears beyond the end of its own chunk of `size` frames."""
+    """Apply a convolution over `[B, W, T]` in which no frame depends on frames after its own chunk of `size` frames."""
     reach, num_frames = convolution.kernel_size[0] // 2, frames.shape[2]
     padded = nn.functional.pad(frames, (reach, -num_frames % size))
     count = (padded.shape[2] - reach) // size
@@ -380,6 +382,7 @@ def chunk_convolution(convolution: nn.Conv1d, frames: torch.Tensor, size: int) -
 
 
 def convolve_once(convolution: nn.Conv1d, window: torch.Tensor) -> torch.Tensor:
-    """The convolution of a chunk, `[B, W, reach + size]` including the `reach` frames before it, as `[B, W, size]`."""
+    """Apply a convolution to a chunk. The window `[B, W, reach + size]` includes the `reach` frames before the chunk;
+    the result is `[B, W, size]`."""
     padded = nn.functional.pad(window, (0, convolution.kernel_size[0] // 2))
     return nn.functional.conv1d(padded, convolution.weight, convolution.bias, groups=convolution.groups)

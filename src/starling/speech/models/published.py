@@ -13,12 +13,13 @@ from starling.speech.models.network import Network, frame_mask
 class PublishedNetwork(Network):
     """A published encoder, dropout, and CTC outputs.
 
-    Raises ConfigError for features in place of waveforms, and MissingExtraError without `transformers`.
+    Raises ConfigError if the inputs are features rather than waveforms, and MissingExtraError if `transformers` is not
+    installed.
     """
 
     published: tuple[nn.Module, type, str]
-    """The encoder; the class of `transformers` whose checkpoints contain it; and its name in that class, empty if it is
-    the whole model."""
+    """The encoder; the class of `transformers` whose checkpoints contain the encoder; and the encoder's name in that
+    class, which is empty if the encoder is the whole model."""
 
     def __init__(self, name: str, num_features: int) -> None:
         require("huggingface", f"model.name: {name}", ("transformers",))
@@ -31,7 +32,8 @@ def load_published(network: nn.Module, checkpoint: Path) -> str:
     """Load the encoder's weights from a folder in the format of `transformers` or from a model of the hub, and return a
     line that says so.
 
-    Raises ConfigError for a network of another kind, and for a checkpoint without fitting weights in safetensors.
+    Raises ConfigError if the network is not a published encoder, or if the checkpoint has no matching safetensors
+    weights.
     """
     if not isinstance(network, PublishedNetwork):
         raise ConfigError(f"model.checkpoint: {type(network).__name__} has no published checkpoints; leave it out")
@@ -56,7 +58,7 @@ def load_published(network: nn.Module, checkpoint: Path) -> str:
 
 
 class Wav2Vec2Ctc(PublishedNetwork):
-    """`transformers.Wav2Vec2Model` on waveforms, dropout, CTC outputs.
+    """`transformers.Wav2Vec2Model`, applied to waveforms, with dropout and CTC outputs.
 
     Source: Baevski et al. 2020, "wav2vec 2.0" (arXiv 2006.11477). Its random masks and skipped layers are switched off,
     because they serve training on audio without texts. A checkpoint whose convolutions have a group norm
@@ -78,7 +80,7 @@ class Wav2Vec2Ctc(PublishedNetwork):
         self.output = nn.Linear(theirs.hidden_size, vocab_size)
 
     def encode(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Frames `[B, T', output.in_features]` and lengths `[B]` of samples `[B, T, 1]` and lengths `[B]`."""
+        """Map samples `[B, T, 1]` and lengths `[B]` to frames `[B, T', output.in_features]` and lengths `[B]`."""
         inside = frame_mask(lengths, features.shape[1])
         samples = features.masked_fill(~inside, 0.0)[:, :, 0]
         mask = inside[:, :, 0].long() if self.has_mask else None
@@ -89,16 +91,16 @@ class Wav2Vec2Ctc(PublishedNetwork):
 
 
 _WINDOW, _HOP = 400, WhisperConfig.HOP  # samples, 25 and 10 ms at 16 kHz
-_RANGE = 8.0  # tenfold steps of energy below the loudest of an utterance, where features end
+_RANGE = 8.0  # features are clipped this many powers of ten below an utterance's highest energy
 
 
 class WhisperCtc(PublishedNetwork):
-    """The log-mel features and the encoder of Whisper on waveforms, dropout, CTC outputs.
+    """Whisper's log-mel features and encoder, applied to waveforms, with dropout and CTC outputs.
 
-    Source: Radford et al. 2022, "Robust speech recognition via large-scale weak supervision" (arXiv 2212.04356). We
-    depart from it in the length, as icefall's recipes do: Whisper fills each utterance with silence up to 30 s; here,
-    an utterance keeps its length, gets the first of Whisper's positions, and does not hear the padding of its batch. A
-    waveform of exactly 30 s gives what `transformers` gives.
+    Source: Radford et al. 2022, "Robust speech recognition via large-scale weak supervision" (arXiv 2212.04356). Like
+    icefall's recipes, we depart from the paper in the length of utterances. Whisper pads each utterance with silence to
+    30 s. Here, an utterance keeps its length, uses the first of Whisper's positions, and is not affected by the padding
+    of its batch. For a waveform of exactly 30 s, the outputs equal those of `transformers`.
     """
 
     def __init__(self, config: WhisperConfig, num_features: int, vocab_size: int) -> None:
@@ -119,7 +121,7 @@ class WhisperCtc(PublishedNetwork):
         self.window: torch.Tensor
 
     def encode(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Frames `[B, T', output.in_features]` and lengths `[B]` of samples `[B, T, 1]` and lengths `[B]`.
+        """Map samples `[B, T, 1]` and lengths `[B]` to frames `[B, T', output.in_features]` and lengths `[B]`.
 
         Raises DataError for utterances longer than 30 s, for which the encoder has no positions.
         """

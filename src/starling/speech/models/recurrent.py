@@ -1,4 +1,4 @@
-"""LSTMs in one or both directions, Deep Speech, and the hybrid networks, whose outputs are states of frames."""
+"""Unidirectional and bidirectional LSTMs, Deep Speech, and hybrid networks, which predict the state of each frame."""
 
 from itertools import pairwise
 
@@ -20,18 +20,18 @@ _CLIP = 20.0
 
 
 def reversal(lengths: torch.Tensor, num_frames: int) -> torch.Tensor:
-    """`[B, num_frames, 1]` indices that reverse each utterance inside its own length; padding stays put."""
+    """Indices `[B, num_frames, 1]` that reverse each utterance within its length and leave its padding in place."""
     position = torch.arange(num_frames, device=lengths.device)[None]
     mirrored = lengths[:, None] - 1 - position
     return torch.where(mirrored >= 0, mirrored, position)[:, :, None]
 
 
 class BidirectionalLayer(nn.Module):
-    """One LSTM in each direction, `[B, T, I]` -> `[B, T, 2 * hidden]`.
+    """One LSTM in each direction, which map `[B, T, I]` to `[B, T, 2 * hidden]`.
 
-    Two plain LSTMs, the second over utterances reversed within their lengths: padding then never reaches a frame of an
-    utterance, at the speed of a padded `nn.LSTM`; packed sequences are 2 to 5 times slower on a CPU. With `normed`,
-    LayerNorm follows them (Ba et al. 2016, arXiv 1607.06450).
+    The layer consists of two plain LSTMs. The second one processes utterances that are reversed within their lengths,
+    so that padding never affects a frame of an utterance. This is as fast as a padded `nn.LSTM`; packed sequences are 2
+    to 5 times slower on a CPU. With `normed`, LayerNorm follows (Ba et al. 2016, arXiv 1607.06450).
     """
 
     def __init__(self, inputs: int, hidden: int, normed: bool = False) -> None:
@@ -41,7 +41,7 @@ class BidirectionalLayer(nn.Module):
         self.norm = nn.LayerNorm(2 * hidden) if normed else nn.Identity()
 
     def forward(self, frames: torch.Tensor, reverse: torch.Tensor) -> torch.Tensor:
-        """The outputs `[B, T, 2 * hidden]`; `reverse` is `reversal(lengths, T)`."""
+        """The outputs `[B, T, 2 * hidden]`. `reverse` must be `reversal(lengths, T)`."""
         onward, _ = self.onward(frames)
         mirrored, _ = self.backward_in_time(frames.gather(1, reverse.expand(-1, -1, frames.shape[2])))
         backward = mirrored.gather(1, reverse.expand(-1, -1, mirrored.shape[2]))
@@ -50,8 +50,8 @@ class BidirectionalLayer(nn.Module):
 
 
 class Blstm(Network):
-    """Bidirectional LSTM layers, an optional bottleneck, and outputs: CTC's after convolutional subsampling, or the log
-    posteriors of a hybrid network, whose sizes include no convolution."""
+    """Bidirectional LSTM layers, an optional bottleneck, and outputs. The outputs are CTC's, after convolutional
+    subsampling, or, for a hybrid network without convolutions, the log posteriors of states."""
 
     def __init__(self, config: StackConfig, num_features: int, num_outputs: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Blstm(Network):
         self.output = nn.Linear(config.bottleneck or widths[-1], num_outputs)
 
     def encode(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Frames `[B, T', output.in_features]` and lengths `[B]` of features `[B, T, F]` and lengths `[B]`."""
+        """Map features `[B, T, F]` and lengths `[B]` to frames `[B, T', output.in_features]` and lengths `[B]`."""
         frames = features
         if self.subsampling is not None:
             frames, lengths = self.subsampling(features, lengths)
@@ -84,13 +84,14 @@ class Blstm(Network):
 
 
 class DnnHybrid(Network):
-    """Dense layers with rectified linear units, an optional bottleneck, and log posteriors of the outputs.
+    """Dense layers with rectified linear units, an optional bottleneck, and the outputs' log posteriors.
 
         h_1 = max(W_1 x + b_1, 0),  h_i = max(W_i h_(i-1) + b_i, 0),  outputs = softmax(V h_n + c)
 
-    for each frame x separately: only the spliced features (`features.splice`) include its neighbours. Layers begin with
-    the normal weights of He et al. 2015 (arXiv 1502.01852) and zero biases. Without dropout, it draws no random numbers
-    and holds no buffers, so that the virtual engine can compute the gradients of many learners in one call.
+    Each frame x is processed separately; its neighbours are included only through spliced features (`features.splice`).
+    Layers are initialised with the normal weights of He et al. 2015 (arXiv 1502.01852) and zero biases. Without
+    dropout, the network draws no random numbers and has no buffers, so that the virtual engine can compute the
+    gradients of many learners in one call.
 
     Source: Seide et al. 2011, "Conversational speech transcription using context-dependent deep neural networks", here
     with rectified linear units (Zeiler et al. 2013, "On rectified linear units for speech processing") in place of
@@ -110,14 +111,14 @@ class DnnHybrid(Network):
         self.output = nn.Linear(config.bottleneck or config.hidden, num_outputs)
 
     def encode(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Frames `[B, T', output.in_features]` and lengths `[B]` of features `[B, T, F]` and lengths `[B]`."""
+        """Map features `[B, T, F]` and lengths `[B]` to frames `[B, T', output.in_features]` and lengths `[B]`."""
         for layer in self.layers:
             features = self.dropout(layer(features).relu())
         return self.bottleneck(features), lengths
 
 
 class LstmCtc(StreamingNetwork):
-    """Convolutional subsampling, LSTM layers in the direction of time, an optional bottleneck, CTC outputs."""
+    """Convolutional subsampling, forward LSTM layers, an optional bottleneck, and CTC outputs."""
 
     cache_names = ("recurrent",)
 
@@ -133,19 +134,19 @@ class LstmCtc(StreamingNetwork):
         self.output = nn.Linear(config.bottleneck or widths[-1], vocab_size)
 
     def encode(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Frames `[B, T', output.in_features]` and lengths `[B]` of features `[B, T, F]` and lengths `[B]`."""
+        """Map features `[B, T, F]` and lengths `[B]` to frames `[B, T', output.in_features]` and lengths `[B]`."""
         frames, lengths = self.subsampling(features, lengths)
         for index, layer in enumerate(self.layers):
             frames, _ = layer(self.dropout(frames) if index else frames)
         return self.bottleneck(self.dropout(frames)), lengths
 
     def caches(self, batch_size: int, chunks: Chunks) -> Caches:
-        """Outputs and cells `[B, layers, 2, hidden]` of the last frame."""
+        """The outputs and cell states `[B, layers, 2, hidden]` of the LSTM layers in the last frame."""
         return (self.output.weight.new_zeros(batch_size, len(self.layers), 2, self.hidden),)
 
     def encode_chunk(self, window: torch.Tensor, inside: torch.Tensor, caches: Caches) -> tuple[torch.Tensor, Caches]:
-        """The encoder frames of one chunk, and the caches for the next chunk; the arguments are as in
-        `StreamingNetwork`."""
+        """The encoder frames of one chunk, and the caches for the next chunk. The arguments are those of
+        `StreamingNetwork.encode_chunk`."""
         frames, _ = self.subsampling.of_window(window, inside)
         past = caches[0].permute(1, 2, 0, 3)[:, :, None]  # [layers, 2, 1, B, hidden]
         pasts = []
@@ -156,17 +157,17 @@ class LstmCtc(StreamingNetwork):
 
 
 def clipped_relu(values: torch.Tensor) -> torch.Tensor:
-    """min(max(x, 0), 20)."""
+    """The clipped rectifier min(max(x, 0), 20)."""
     return values.clamp(0.0, _CLIP)
 
 
 class DeepSpeechCtc(Network):
-    """A context window, three dense layers, one LSTM layer in the direction of time, a dense layer, CTC outputs.
+    """A context window, three dense layers, one forward LSTM layer, a dense layer, and CTC outputs.
 
         h1 = g(W1 x[t - 9 .. t + 9] + b1),   h2 = g(W2 h1 + b2),   h3 = g(W3 h2 + b3)
         h4 = LSTM(h3),   h5 = g(W5 h4 + b5),   outputs = W6 h5 + b6,   g(x) = min(max(x, 0), 20)
 
-    It never hears further ahead than the window. The usual optimizer is Adam.
+    The network uses no frames beyond the context window. The usual optimizer is Adam.
 
     Source: Hannun et al. 2014, "Deep Speech: scaling up end-to-end speech recognition" (arXiv 1412.5567), as DeepSpeech
     0.9 and Coqui STT 1.x build it: their one LSTM takes the place of the paper's bidirectional plain recurrence, and
@@ -188,11 +189,11 @@ class DeepSpeechCtc(Network):
         self.output = nn.Linear(hidden, vocab_size)
         self.dropout = nn.Dropout(config.dropout)
         for layer in (self.window, *self.dense, self.last_dense, self.output):
-            nn.init.xavier_uniform_(layer.weight.flatten(1))  # a window is a dense layer over all its frames
+            nn.init.xavier_uniform_(layer.weight.flatten(1))  # the window acts as a dense layer over all its frames
             nn.init.zeros_(layer.bias)
 
     def encode(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Frames `[B, T', output.in_features]` and lengths `[B]` of features `[B, T, F]` and lengths `[B]`."""
+        """Map features `[B, T, F]` and lengths `[B]` to frames `[B, T', output.in_features]` and lengths `[B]`."""
         features = features.masked_fill(~frame_mask(lengths, features.shape[1]), 0.0)
         frames = self.dropout(clipped_relu(self.window(features.transpose(1, 2)).transpose(1, 2)))
         for layer in self.dense:

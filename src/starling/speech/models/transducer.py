@@ -1,4 +1,4 @@
-"""A transducer: its loss, which sums over all alignments of frames and tokens, its predictor and its joiner."""
+"""A transducer: its predictor, its joiner, and its loss, which sums over all alignments of frames and tokens."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +12,10 @@ from starling.speech.models.network import Decoder, padded
 from starling.speech.tokens import BLANK
 
 MOST_NUMBERS = 2**24
-"""Largest number of values in a tensor over [B, T, U + 1, V] that is held at once."""
+"""Maximum number of values in a tensor over `[B, T, U + 1, V]` that is in memory at once."""
 
 Join = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Encoded frames `[B, T, 1, W]` and predictions `[B, 1, U + 1, W]` -> logits `[B, T, U + 1, V]`."""
+"""A function from encoded frames `[B, T, 1, W]` and predictions `[B, 1, U + 1, W]` to logits `[B, T, U + 1, V]`."""
 
 
 def transducer_loss(
@@ -28,26 +28,26 @@ def transducer_loss(
     vocab_size: int,
     most_numbers: int = MOST_NUMBERS,
 ) -> torch.Tensor:
-    """-log p(tokens | frames) of each utterance, `[B]` float64.
+    """The loss -log p(tokens | frames) of each utterance, `[B]` float64.
 
-    Frames are joined in chunks, so that no tensor exceeds `most_numbers` (or what one frame needs). The logits of a
-    chunk are dropped and computed again for the gradient.
+    Frames are joined in chunks, so that no tensor exceeds `most_numbers` values (or the number that one frame needs).
+    The logits of a chunk are discarded and recomputed for the gradient.
 
     Args:
-        join: The function that makes logits.
+        join: The function that computes logits.
         encoded: Frames `[B, T, W]`.
         predicted: The predictor's outputs after each token, `[B, U + 1, W]`.
         tokens: Tokens `[B, U]`, with any valid token in the padding.
-        lengths: Frames of each utterance, `[B]`.
-        token_lengths: Tokens of each utterance, `[B]`.
-        vocab_size: Number of outputs V.
-        most_numbers: Limit on the size of a tensor, see above.
+        lengths: The number of frames of each utterance, `[B]`.
+        token_lengths: The number of tokens of each utterance, `[B]`.
+        vocab_size: The number of outputs V.
+        most_numbers: The maximum number of values in a tensor; see above.
     """
     num_utterances, num_frames, width = encoded.shape
     chunk = max(1, most_numbers // (num_utterances * predicted.shape[1] * max(width, vocab_size)))
 
     def steps(frames: torch.Tensor, predicted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities of the blank `[B, t, U + 1]` and of the next token `[B, t, U]`."""
+        """The log-probabilities of the blank `[B, t, U + 1]` and of the next token `[B, t, U]`."""
         logits = join(frames[:, :, None], predicted[:, None]).float()
         totals = logits.logsumexp(3)
         index = tokens[:, None, :, None].expand(-1, frames.shape[1], -1, -1)
@@ -67,7 +67,7 @@ def transducer_loss(
 def lattice_loss(
     blank: torch.Tensor, emit: torch.Tensor, lengths: torch.Tensor, token_lengths: torch.Tensor
 ) -> torch.Tensor:
-    """The negative log of the sum over all alignments, `[B]` float64.
+    """The negative log of the sum of the probabilities of all alignments, `[B]` float64.
 
     The arguments are log-probabilities of the blank, `[B, T, U + 1]`, and of the next token, `[B, T, U]`. Values
     outside an utterance's `lengths` `[B]` and `token_lengths` `[B]` are not used, and have gradient 0.
@@ -77,12 +77,12 @@ def lattice_loss(
 
 
 class _Lattice(torch.autograd.Function):
-    """The sums from the beginning and from the end, anti-diagonal by anti-diagonal.
+    """Computes the forward sums alpha and the backward sums beta, one anti-diagonal after another.
 
     alpha(t, u) = log(exp(alpha(t - 1, u) + blank(t - 1, u)) + exp(alpha(t, u - 1) + emit(t, u - 1)))
     beta(t, u)  = log(exp(beta(t + 1, u) + blank(t, u)) + exp(beta(t, u + 1) + emit(t, u)))
 
-    The gradient of log p by a step's log-probability is the step's probability given the tokens.
+    The gradient of log p with respect to a step's log-probability is the step's probability given the tokens.
     """
 
     @staticmethod
@@ -139,11 +139,12 @@ class _Lattice(torch.autograd.Function):
 
 
 class Transducer(Decoder):
-    """Joins a frame of the encoder with the tokens before it.
+    """Joins each frame of the encoder with the tokens emitted before it.
 
         f(t) = A frame(t),   g(u) = B relu(C (e(u - context + 1), ..., e(u))),   logits(t, u) = D tanh(f(t) + g(u))
 
-    with learned embeddings e of tokens and a convolution C over the last `context` of them: the predictor has no state.
+    with learned embeddings e of tokens and a convolution C over the last `context` embeddings. The predictor has no
+    state.
 
     Sources: Graves 2012 (arXiv 1211.3711); Ghodsi et al. 2020, "RNN-transducer with stateless prediction network", with
     more than one token as in icefall.
@@ -161,27 +162,28 @@ class Transducer(Decoder):
         self.output = nn.Linear(width, vocab_size)
 
     def predict(self, tokens: torch.Tensor) -> torch.Tensor:
-        """g at the beginning and after each of the tokens `[B, U]`, as `[B, U + 1, width]`."""
+        """The predictions g `[B, U + 1, width]` at the beginning and after each of the tokens `[B, U]`."""
         return self.after(nn.functional.pad(tokens, (self.context, 0), value=BLANK))
 
     def after(self, tokens: torch.Tensor) -> torch.Tensor:
-        """g after each token except the first `context - 1`; tokens `[B, N]` -> `[B, N - context + 1, width]`.
+        """The predictions g `[B, N - context + 1, width]` after each of the tokens `[B, N]` except the first `context -
+        1`.
 
-        Blanks stand for the tokens before the beginning.
+        Blanks represent the tokens before the beginning.
         """
         mixed = self.history(self.embedding(tokens).transpose(1, 2)).transpose(1, 2)
         predicted: torch.Tensor = self.prediction(mixed.relu())
         return predicted
 
     def join(self, frames: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
-        """Logits `[..., V]` from f and g, `[..., width]` each; they broadcast."""
+        """The logits `[..., V]` for f and g, each `[..., width]`, which are broadcast."""
         logits: torch.Tensor = self.output(torch.tanh(frames + predicted))
         return logits
 
     def forward(
         self, frames: torch.Tensor, lengths: torch.Tensor, tokens: torch.Tensor, token_lengths: torch.Tensor
     ) -> torch.Tensor:
-        """The loss of all utterances together, in nats; the arguments are those of `Decoder`."""
+        """The loss summed over all utterances, in nats. The arguments are those of `Decoder`."""
         rows = padded(tokens, token_lengths)
         encoded, predicted = self.frames(frames), self.predict(rows)
         losses = transducer_loss(self.join, encoded, predicted, rows, lengths, token_lengths, self.vocab_size)

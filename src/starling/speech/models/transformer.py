@@ -1,5 +1,5 @@
-"""Encoders of blocks with attention, the positions of their frames, a Transformer encoder with CTC outputs, and a
-Transformer decoder, which attends to the encoder and emits one token after another."""
+"""Encoders made of blocks with attention, encodings of frame positions, a Transformer encoder with CTC outputs, and a
+Transformer decoder, which attends to the encoder's frames and emits one token after another."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,14 +27,14 @@ _LONGEST_PERIOD = 10_000.0  # in frames, divided by 2 pi
 
 
 def phases(num_frames: int, size: int, device: torch.device | None = None) -> torch.Tensor:
-    """Angles `[num_frames, size / 2]` in radians: frame p, pair i of units -> p * 10000^(-2i / size)."""
+    """Angles `[num_frames, size / 2]` in radians: p * 10000^(-2i / size) for frame p and the i-th pair of units."""
     pair = torch.arange(0, size, 2, device=device, dtype=torch.float32)
     frame = torch.arange(num_frames, device=device, dtype=torch.float32)
     return torch.outer(frame, _LONGEST_PERIOD ** (-pair / size))
 
 
 def sinusoids(num_frames: int, width: int, device: torch.device | None = None) -> torch.Tensor:
-    """Absolute positions `[num_frames, width]`, to be added to the frames.
+    """Encodings `[num_frames, width]` of absolute positions, to be added to the frames.
 
         PE(p, 2i) = sin(p / 10000^(2i / width)),    PE(p, 2i + 1) = cos(p / 10000^(2i / width))
 
@@ -45,7 +45,7 @@ def sinusoids(num_frames: int, width: int, device: torch.device | None = None) -
 
 
 def distances(num_frames: int, width: int, device: torch.device | None = None) -> torch.Tensor:
-    """Sinusoids `[2 * num_frames - 1, width]` of the distances from 1 - num_frames to num_frames - 1 frames.
+    """Sinusoidal encodings `[2 * num_frames - 1, width]` of the distances from 1 - num_frames to num_frames - 1 frames.
 
     Source: Dai et al. 2019, "Transformer-XL", section 3.3 (arXiv 1901.02860).
     """
@@ -55,14 +55,13 @@ def distances(num_frames: int, width: int, device: torch.device | None = None) -
 
 
 def rotate(vectors: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Queries or keys `[B, T, ..., D]`, those of each frame rotated by its `phases(T, D)`: rotary positions.
+    """Apply rotary positions: rotate the queries or keys `[B, T, ..., D]` of each frame by the frame's `phases(T, D)`.
 
         <R_p q, R_s k> = <q, R_(s - p) k>
 
-    Attention then depends only on the distance between frames, not on their positions; nothing is learned. Source: Su
-    et al. 2021, "RoFormer: enhanced Transformer with rotary position embedding", section 3.2 (arXiv 2104.09864). Here,
-    unit i is paired with unit i + D / 2, not with its neighbour: the units are ordered differently, without
-    interleaving.
+    Attention then depends only on the distance between frames, not on their positions. Nothing is learned. Source: Su
+    et al. 2021, "RoFormer: enhanced Transformer with rotary position embedding", section 3.2 (arXiv 2104.09864). We
+    depart from the paper in the order of the units: unit i is paired with unit i + D / 2, not with its neighbour.
     """
     angles = angles.view(angles.shape[0], *[1] * (vectors.ndim - 3), -1)
     cosines, sines = angles.cos(), angles.sin()
@@ -72,25 +71,26 @@ def rotate(vectors: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
 
 
 class Sight(NamedTuple):
-    """Which frames of a pass, or of a chunk, attend to which."""
+    """The masks and positions that determine how the frames of a pass, or of a chunk, attend to each other."""
 
-    inside: torch.Tensor  # [B, T, 1], true inside the utterance
-    visible: torch.Tensor  # which frames are attended to, as `SelfAttention` takes it
-    places: torch.Tensor | None  # of frames, as the attention takes them
+    inside: torch.Tensor  # [B, T, 1]: true inside the utterance
+    visible: torch.Tensor  # mask of the frames attended to, in the form that `SelfAttention` expects
+    places: torch.Tensor | None  # positions of the frames, in the form that the attention expects
     chunk: int | None = None  # frames of a chunk, in a pass over whole utterances; None: full context
 
 
 class SelfAttention(nn.Module):
-    """softmax(Q K' / sqrt(D)) V in each head, of D = width / heads units; `[B, T, width]` -> `[B, T, width]`.
+    """Computes softmax(Q K' / sqrt(D)) V in each head of D = width / heads units, from `[B, T, width]` to
+    `[B, T, width]`.
 
-    The attention's own weights are not dropped: with that, torch's attention would keep `[B, heads, T, T]`
-    for the backward pass, at two to four times the time on a CPU; without, memory grows with T alone.
+    Dropout is not applied to the attention weights. With such dropout, torch's attention would keep `[B, heads, T, T]`
+    for the backward pass and take two to four times as long on a CPU; without it, memory grows linearly with T.
     """
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.inputs = nn.Linear(width, 3 * width)  # queries, keys and values, each the heads one after the other
+        self.inputs = nn.Linear(width, 3 * width)  # queries, keys and values, each with its heads concatenated
         self.outputs = nn.Linear(width, width)
 
     def forward(
@@ -103,11 +103,11 @@ class SelfAttention(nn.Module):
         """The outputs, and the past for the next chunk.
 
         Args:
-            frames: Frames of whole utterances, or of a chunk of C frames.
-            visible: Which frames are attended to, `[B, 1, 1, T]`, or `[B, 1, T, T]` for each frame; for a chunk,
-                `[B, 1, C, L + C]`.
-            angles: The rotation of each frame, `[T, D / 2]`; for a chunk, `[L + C, D / 2]`: they count from the
-                first frame of the past, so that they stay small in a long stream.
+            frames: The frames of whole utterances, or of a chunk of C frames.
+            visible: A mask of the frames that are attended to: `[B, 1, 1, T]`, the same for all frames, or
+                `[B, 1, T, T]`, one for each frame. For a chunk, it is `[B, 1, C, L + C]`.
+            angles: The rotation of each frame, `[T, D / 2]`. For a chunk, it is `[L + C, D / 2]`, counted from the
+                first frame of the past so that angles stay small in a long stream.
             past: The keys before rotation, and the values, of the L frames before a chunk, `[B, L, 2, heads, D]`.
         """
         parts = self.inputs(frames).unflatten(2, (3, self.heads, -1))
@@ -128,13 +128,13 @@ class SelfAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm block, `[B, T, width]` -> `[B, T, width]`.
+    """One pre-norm block, which maps `[B, T, width]` to `[B, T, width]`.
 
         x <- x + Attention(LayerNorm(x))
         x <- x + W2 relu(W1 LayerNorm(x) + b1) + b2
 
-    Source: Vaswani et al. 2017 (arXiv 1706.03762), with the norms where Xiong et al. 2020, "On layer normalization in
-    the Transformer architecture" (arXiv 2002.04745), figure 1b, put them: it trains without a long warm-up.
+    Source: Vaswani et al. 2017 (arXiv 1706.03762). The norms are placed as in figure 1b of Xiong et al. 2020, "On layer
+    normalization in the Transformer architecture" (arXiv 2002.04745), so that training needs no long warm-up.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -151,7 +151,7 @@ class Block(nn.Module):
     def forward(
         self, frames: torch.Tensor, sight: Sight, past: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The outputs, and the past for the next chunk; the `past` is that of `SelfAttention`."""
+        """The outputs, and the past for the next chunk. `past` is the past of `SelfAttention`."""
         attended, past = self.attention(self.attention_norm(frames), sight.visible, sight.places, past)
         frames = frames + self.dropout(attended)
         wide = torch.relu(self.widening(self.feed_forward_norm(frames)))
@@ -159,10 +159,10 @@ class Block(nn.Module):
 
 
 class AttentionNetwork(StreamingNetwork):
-    """Convolutional subsampling, a projection to the width, positions, blocks with attention, `norm`, CTC outputs.
+    """Convolutional subsampling, a projection to the width, positions, blocks with attention, `norm`, and CTC outputs.
 
-    A block takes frames and a `Sight` and, for a chunk, the past that it returned for the previous chunk; it returns
-    frames and the past for the next chunk.
+    The inputs of a block are frames, a `Sight` and, for a chunk, the past that the block returned for the previous
+    chunk. It returns frames and the past for the next chunk.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class AttentionNetwork(StreamingNetwork):
         self.output = nn.Linear(config.width, vocab_size)
 
     def encode(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Frames `[B, T', output.in_features]` and lengths `[B]` of features `[B, T, F]` and lengths `[B]`."""
+        """Map features `[B, T, F]` and lengths `[B]` to frames `[B, T', output.in_features]` and lengths `[B]`."""
         frames, lengths = self.subsampling(features, lengths)
         frames = self.projection(frames)
         num_frames, width = frames.shape[1:]
@@ -211,15 +211,15 @@ class AttentionNetwork(StreamingNetwork):
         return self.norm(frames), lengths
 
     def caches(self, batch_size: int, chunks: Chunks) -> Caches:
-        """Keys and values `[B, layers, L, 2, heads, D]` of the L frames before a chunk, and which of them exist, `[B,
-        L]`."""
+        """Keys and values `[B, layers, L, 2, heads, D]` of the L frames before a chunk, and a mask `[B, L]` of the
+        frames that exist."""
         before = chunks.left * chunks.frames
         past = self.output.weight.new_zeros(batch_size, len(self.blocks), before, 2, self.heads, self.head_size)
         return past, torch.zeros(batch_size, before, dtype=torch.bool, device=past.device)
 
     def encode_chunk(self, window: torch.Tensor, inside: torch.Tensor, caches: Caches) -> tuple[torch.Tensor, Caches]:
-        """The encoder frames of one chunk, and the caches for the next chunk. The last of `caches` says which frames
-        exist; the others are the pasts of the blocks."""
+        """The encoder frames of one chunk, and the caches for the next chunk. The last element of `caches` is a mask of
+        the frames that exist; the other elements are the pasts of the blocks."""
         *pasts, remembered = caches
         before = remembered.shape[1]
         frames, inside = self.subsampling.of_window(window, inside)
@@ -235,7 +235,7 @@ class AttentionNetwork(StreamingNetwork):
 
 
 class TransformerCtc(AttentionNetwork):
-    """Convolutional subsampling, a projection to the width, positions, pre-norm blocks, LayerNorm, CTC outputs."""
+    """Convolutional subsampling, a projection to the width, positions, pre-norm blocks, LayerNorm, and CTC outputs."""
 
     cache_names = ("attention", "remembered")
 
@@ -244,17 +244,17 @@ class TransformerCtc(AttentionNetwork):
 
 
 END = BLANK
-"""The token that begins and ends a text; the decoder has no other use for CTC's blank."""
+"""The token that begins and ends a text. The decoder uses CTC's blank for this purpose only."""
 _IGNORED = -100
 
 
 @dataclass(frozen=True)
 class Memory:
-    """The encoded utterances for a decoder: keys and values `[2, B, heads, T', D]` for each block, and which frames
-    exist."""
+    """The encoded utterances for a decoder: keys and values `[2, B, heads, T', D]` for each block, and a mask of the
+    frames that exist."""
 
     blocks: list[torch.Tensor]
-    visible: torch.Tensor  # [B, 1, 1, T'], false in the padding
+    visible: torch.Tensor  # [B, 1, 1, T']: false in the padding
 
     def times(self, count: int) -> "Memory":
         """The memory of one utterance, repeated for `count` texts."""
@@ -266,14 +266,14 @@ Past = list[torch.Tensor]
 
 
 class DecoderBlock(nn.Module):
-    """One pre-norm block, `[B, U, width]` -> `[B, U, width]`.
+    """One pre-norm block of the decoder, which maps `[B, U, width]` to `[B, U, width]`.
 
-        x <- x + SelfAttention(LayerNorm(x)), of a token to itself and those before it
+        x <- x + SelfAttention(LayerNorm(x)), from each token to itself and the tokens before it
         x <- x + Attention(LayerNorm(x), frames)
         x <- x + W2 relu(W1 LayerNorm(x) + b1) + b2
 
-    Source: Vaswani et al. 2017 (arXiv 1706.03762), norms as in the encoder. It equals `nn.TransformerDecoderLayer`,
-    which cannot keep keys and values from one token to the next.
+    Source: Vaswani et al. 2017 (arXiv 1706.03762), with the norms placed as in the encoder. The block is equivalent to
+    `nn.TransformerDecoderLayer`, which cannot keep keys and values from one token to the next.
     """
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
@@ -299,7 +299,7 @@ class DecoderBlock(nn.Module):
     def forward(
         self, inputs: torch.Tensor, memory: torch.Tensor, visible: torch.Tensor, past: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The outputs, and the keys and values of all tokens so far. With a `past`, `inputs` is one token."""
+        """The outputs, and the keys and values of all tokens so far. If `past` is given, `inputs` has one token."""
         queries, keys, values = self.split(self.self_inputs(self.self_norm(inputs)), 3)
         known = torch.stack([keys, values])
         if past is not None:
@@ -344,7 +344,7 @@ class AttentionDecoder(Decoder):
     def log_probs(self, tokens: torch.Tensor, memory: Memory, past: Past | None = None) -> tuple[torch.Tensor, Past]:
         """Log-probabilities `[B, U, V]` of the token after each of `tokens` `[B, U]`, the first of which is `END`.
 
-        With the `past` that an earlier call returned, `tokens` `[B, 1]` are the tokens that follow it.
+        If the `past` that an earlier call returned is given, `tokens` `[B, 1]` are the tokens that follow it.
         """
         before = 0 if past is None else past[0].shape[3]
         places = sinusoids(before + tokens.shape[1], self.embedding.embedding_dim, tokens.device)[before:]
@@ -358,7 +358,7 @@ class AttentionDecoder(Decoder):
     def forward(
         self, frames: torch.Tensor, lengths: torch.Tensor, tokens: torch.Tensor, token_lengths: torch.Tensor
     ) -> torch.Tensor:
-        """The smoothed cross-entropy summed over all utterances, in nats; the arguments are those of `Decoder`."""
+        """The smoothed cross-entropy summed over all utterances, in nats. The arguments are those of `Decoder`."""
         log_probs, targets = self._follow(self.hear(frames, lengths), padded(tokens, token_lengths), token_lengths)
         return F.cross_entropy(
             log_probs.flatten(0, 1),
@@ -369,7 +369,7 @@ class AttentionDecoder(Decoder):
         )
 
     def score(self, memory: Memory, tokens: torch.Tensor, token_lengths: torch.Tensor) -> torch.Tensor:
-        """log p(tokens, END | frames) of each text `[B, U]`: `[B]`."""
+        """The values `[B]` of log p(tokens, END | frames), one for each text in `[B, U]`."""
         log_probs, targets = self._follow(memory, tokens, token_lengths)
         return -F.nll_loss(log_probs.transpose(1, 2), targets, ignore_index=_IGNORED, reduction="none").sum(1)
 

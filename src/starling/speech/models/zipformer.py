@@ -249,7 +249,7 @@ class ZipformerCtc(Network):
         self.output = nn.Linear(max(config.stack_widths), vocab_size)
 
     def encode(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Frames `[B, T', output.in_features]` and lengths `[B]` of features `[B, T, F]` and lengths `[B]`."""
+        """Map features `[B, T, F]` and lengths `[B]` to frames `[B, T', output.in_features]` and lengths `[B]`."""
         frames, lengths = self.subsampling(features, lengths)
         frames = self.norm(self.projection(frames))
         inside = frame_mask(lengths, frames.shape[1])

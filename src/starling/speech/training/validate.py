@@ -1,9 +1,10 @@
-"""Scores the validation set during training, keeps the best model, and says why a model does not work.
+"""Scores the validation set during training, keeps the best model, and diagnoses models that do not work.
 
     exp/<name>/validation/step-00001234/    a consensus model from the end of an epoch, to be scored
     exp/<name>/best/step-00001234/          the model that scored best so far, and score.json
 
-Learners write a model only if `validation/` is empty. The launcher empties it when it is ready for the next one.
+Learners write a model only if `validation/` is empty. The launcher empties the folder when it is ready for another
+model.
 """
 
 import json
@@ -46,38 +47,40 @@ from starling.speech.training.plan import open_training_set
 from starling.speech.usable import frames_needed, kept_utterances, transcripts
 
 _REST = 19.0
-"""The pause after each scoring, as a multiple of its duration: scoring takes at most a twentieth of the time."""
+"""The pause after each scoring, as a multiple of the scoring's duration. Scoring thus takes at most a twentieth of the
+time."""
 USELESS = 90.0
-"""A recogniser with a higher word error rate, in per cent, does not work."""
+"""Word error rate, in per cent, above which a recogniser is considered not to work."""
 _TOO_EARLY = 0.1
-"""Share of the budget before which a recogniser's failure is not reported."""
+"""Fraction of the budget before which a recogniser's failure is not reported."""
 _HALF = 0.5
-"""The same where it learns, and lacks nothing but time."""
+"""Fraction of the budget before which a failure is not reported if the recogniser is still learning."""
 _LOOKED_AT, _COUNTED = 32, 2000
-"""Number of utterances of a set that are recognised, and whose tokens are counted, to find the cause."""
+"""Number of utterances of a set that are recognised, and whose tokens are counted, to find the cause of a failure."""
 _MANY, _MUCH = 0.25, 0.05
-"""The share of utterances, and of gradients, above which a common fault is not chance."""
+"""Fraction of utterances or gradients with a fault above which the fault is not attributed to chance."""
 _TIGHT = 0.9
-"""Share of an utterance's frames above which the tokens leave hardly any frame for blanks."""
+"""Fraction of an utterance's frames that its tokens need, above which hardly any frames are left for blanks."""
 _SILENT = 1e-3
 """Standard deviation, relative to full scale, below which a recording is almost silent (-60 dB)."""
 _LEARNT, _STUCK = 50.0, 0.9
-"""The word error rate below which the training data have been learnt, and the loss, relative to that of a model that
-hears nothing, above which nothing has been learnt."""
+"""Word error rate below which the training data have been learnt. Also the loss, relative to that of a model that
+ignores the audio, above which nothing has been learnt."""
 _CARRIED = 0.3
-"""Minimum share of the loss's fall that must carry over to other recordings; with less, something is wrong."""
+"""Minimum fraction of the decrease in loss that must carry over to other recordings. A smaller fraction indicates a
+fault."""
 _WORSE = 1.2
-"""Loss, relative to that of a model that hears nothing, above which the learning rate is at fault."""
-_MOST_SAID = 200  # characters of another error
+"""Loss, relative to that of a model that ignores the audio, above which the learning rate is considered the cause."""
+_MOST_SAID = 200  # maximum number of characters of an unexpected error that are reported
 _LONG = 3000
-"""Number of mini-batches in which training leaves the plateau of blanks, if it ever does."""
+"""Number of mini-batches within which training leaves the plateau of blank outputs, if it leaves it at all."""
 
 
 class Validation(Scoring, AbstractContextManager["Validation"]):
-    """Scores models in a background thread, one at a time, and keeps the best. A context manager.
+    """A context manager that scores models in a background thread, one at a time, and keeps the best model.
 
-    Training never waits for validation, and an error in validation does not end it. A model that arrives while another
-    is being scored is skipped, unless it is the final one; so is a model that cannot be read.
+    Training never waits for validation, and an error in validation does not end training. A model that arrives while
+    another model is being scored is skipped, unless it is the final model. A model that cannot be read is also skipped.
     """
 
     def __init__(
@@ -107,27 +110,27 @@ class Validation(Scoring, AbstractContextManager["Validation"]):
         shutil.rmtree(self._folder.validation, ignore_errors=True)
 
     def hear(self, message: LearnerMessage) -> None:
-        """Score the model if the message says that one was saved."""
+        """Score a model if the message says that it was saved."""
         if isinstance(message, Saved) and message.moment != "barrier":
             self.saved(Path(message.folder), is_last=message.moment == "end")
         if isinstance(message, ModelSaved):
             self.saved(Path(message.folder))
 
     def is_enough(self) -> bool:
-        """Whether the error has not fallen for as many epochs as the recipe's `patience` allows. An error of 100 % or
-        more, with which training begins, may persist for longer."""
+        """Whether the error rate has not fallen for as many epochs as the recipe's `patience` allows. An error rate of
+        100 % or more, with which training begins, may persist for longer."""
         patience = self._recipe.patience
         if patience is None or self._best is None or self._best >= 100.0:
             return False
         return self._newest_epochs - self._best_epochs >= patience
 
     def saved(self, folder: Path, is_last: bool = False) -> None:
-        """Score a new checkpoint or model if none is being scored, or if it is the final one (`is_last`)."""
+        """Score a new checkpoint or model if no model is being scored, or if this is the final model (`is_last`)."""
         every = self._recipe.validate_every
         if every is None or self._recipe.data.valid is None:
             return
         if is_last or self._under_way is None or self._under_way.done():
-            every = 1 if is_last else every  # the final model has its turn
+            every = 1 if is_last else every  # the final model is always scored
             self._under_way = self._thread.submit(self._take, folder, every, self._recipe.data.valid)
         else:
             self._discard(folder)
@@ -143,7 +146,7 @@ class Validation(Scoring, AbstractContextManager["Validation"]):
             self._discard(folder)
 
     def _discard(self, folder: Path) -> None:
-        """Remove a model from `validation/`, so that learners write the next one; checkpoints are kept."""
+        """Remove a model from `validation/`, so that learners write the next one. Checkpoints are kept."""
         if folder.parent.name == self._folder.validation.name:
             with suppress(OSError):
                 remove(folder)
@@ -162,7 +165,7 @@ class Validation(Scoring, AbstractContextManager["Validation"]):
         self._newest_epochs = self._newest_epochs if epochs is None else float(epochs)
         if self._best is None or result.wer < self._best:
             self._best_epochs = self._newest_epochs
-        if self._best is None or result.wer <= self._best:  # of two equal models, keep the later one
+        if self._best is None or result.wer <= self._best:  # of two models with equal error rates, keep the later one
             self._best = result.wer
             self._keep(checkpoint, {"set": name, "wer": result.wer, "steps": steps, "epochs": epochs})
         rate = result.rate if self._recipe.patience is None else min(result.rate, self._best)  # then the best is scored
@@ -192,8 +195,8 @@ class Validation(Scoring, AbstractContextManager["Validation"]):
 
 
 def _score_of(model: Path | None, key: str) -> float | None:
-    """A value of the best model's score, such as its word error rate or its epochs; None if there is none, or if it
-    cannot be read."""
+    """A value of the best model's score, such as its word error rate or its epochs; None if there is no such value or
+    it cannot be read."""
     try:
         return None if model is None else float(json.loads((model / SCORE).read_text(encoding="utf-8"))[key])
     except (OSError, ValueError, KeyError, TypeError):
@@ -212,11 +215,13 @@ class Looked:
     is_empty: bool
     """Whether all texts are empty."""
     ratio: float | None
-    """The median over utterances of the CTC loss relative to that of a model that hears nothing; None without CTC."""
+    """The median over utterances of the CTC loss relative to that of a model that ignores the audio; None without
+    CTC."""
 
 
 def verdict_on_test(recipe: Recipe, folder: ExperimentFolder, rates: Mapping[str, float]) -> str | None:
-    """The verdict on the newest model, by the test set with the lowest error rate; None if there is none."""
+    """The verdict on the newest model, judged by the test set with the lowest error rate; None if there is no
+    verdict."""
     if not rates:
         return None
     if (rate := min(rates.values())) <= USELESS:
@@ -234,8 +239,9 @@ def verdict_on_test(recipe: Recipe, folder: ExperimentFolder, rates: Mapping[str
 def verdict_on(
     recipe: Recipe, folder: ExperimentFolder, manifest: Manifest, recogniser: Recogniser, name: str, rate: float
 ) -> str:
-    """Why the recogniser of a checkpoint does not work, judged by its error rate on the set `name`, and what to do;
-    empty if it works, before a tenth of the budget is spent, and before half of it if training is under way."""
+    """The reason why the recogniser of a checkpoint does not work, judged by its error rate on the set `name`, and the
+    remedy. Empty if the recogniser works, if less than a tenth of the budget has been spent, or if less than half of
+    the budget has been spent and the recogniser is still learning."""
     steps, epochs = manifest.position.num_done, manifest.epochs_ended or manifest.next_ticket.epoch
     spent = recipe.budget.fraction(Spent(steps, epochs, manifest.minutes))
     if rate <= USELESS or spent < _TOO_EARLY:
@@ -259,7 +265,7 @@ def verdict_on(
         if found is None and spent < _HALF and _is_learning(own, held_out):
             return ""
         cause, remedy = found or likeliest_cause(recipe, own, held_out, name, steps)
-    except Exception as error:  # whatever it is, the run and its scores are worth more
+    except Exception as error:  # no error in the diagnosis may end the run or lose its scores
         said = " ".join(str(error).split())[:_MOST_SAID]
         cause, remedy = f"unknown, as looking for it failed ({type(error).__name__}: {said})", "`{check}`"
     so_far = f"{epochs} epoch{'s' * (epochs != 1)} ({steps} mini-batches, {duration(60.0 * manifest.minutes)})"
@@ -271,7 +277,7 @@ def verdict_on(
 
 
 def look(recogniser: Recogniser, utterances: SpeechSets) -> Looked:
-    """Examine utterances that are evenly spread over a set, and a recogniser's output for them."""
+    """Examine utterances that are evenly spread over a set, and a recogniser's outputs for them."""
     sample = utterances.only(np.unique(np.linspace(0, len(utterances) - 1, _LOOKED_AT).astype(np.int64)))
     texts, references, silent = dict[str, str](), dict[str, str](), list[str]()
     tokens, heard_rows = list[Tensor](), list[Tensor]()
@@ -382,14 +388,14 @@ def _learning_rate(recipe: Recipe, folder: ExperimentFolder, train: SpeechSets, 
 
 
 def _carries_over(own: Looked, held_out: Looked) -> bool:
-    """Whether what was learnt from the training set holds for another set, as far as their losses tell."""
+    """Whether the losses indicate that what was learnt from the training set carries over to another set."""
     if own.ratio is None or held_out.ratio is None:
         return True
     return 1.0 - held_out.ratio > _CARRIED * (1.0 - own.ratio)
 
 
 def _is_learning(own: Looked, held_out: Looked) -> bool:
-    """Whether the losses have fallen on both sets, and the training set is not learnt yet."""
+    """Whether the loss has fallen on both sets, and the training set has not been learnt yet."""
     return own.wer >= _LEARNT and own.ratio is not None and own.ratio < _STUCK and _carries_over(own, held_out)
 
 

@@ -26,8 +26,8 @@ from starling.training.freezing import freeze
 from starling.workload import Ticket, Unit, Workload
 
 PADDING = -100
-"""The state that pads the end of a sub-sequence."""
-_VOID_SECONDS = 0.64  # of a batch without utterances, so that the model has an input
+"""The value that pads the states at the end of a sub-sequence."""
+_VOID_SECONDS = 0.64  # length of a batch without utterances, so that the model has an input
 
 PlanT = TypeVar("PlanT", UtterancePlan, FramePlan)
 ExamplesT = TypeVar("ExamplesT", "Batch", "FrameBatch")
@@ -38,22 +38,22 @@ class MicroBatch:
     """One micro-batch of whole utterances, or of sub-sequences of utterances, ready for a model."""
 
     features: Tensor  # [B, T, F] float32, zero in the padding
-    lengths: Tensor  # [B] int64, frames
-    seconds: float  # audio as stored, before speed perturbation, without padding
-    ids: tuple[str, ...]  # in the order of B; of a sub-sequence, utterance[first:end]; empty if void
+    lengths: Tensor  # [B] int64, in frames
+    seconds: float  # length of the stored audio, before speed perturbation, without padding
+    ids: tuple[str, ...]  # in the order of B; a sub-sequence's id is utterance[first:end]; empty if void
 
     @property
     def num_examples(self) -> int:
-        """The number of utterances or of sub-sequences."""
+        """The number of utterances or sub-sequences."""
         return len(self.ids)
 
     @property
     def num_frames(self) -> int:
-        """The number of feature frames without padding; 0 if void."""
+        """The number of feature frames, without padding; 0 if the batch is void."""
         return int(self.lengths.sum()) if self.ids else 0
 
     def to(self, device: torch.device | str) -> Self:
-        """A copy with all tensors on `device`."""
+        """A copy of the micro-batch with all tensors on `device`."""
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         moved: dict[str, Any] = {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
         return replace(self, **moved)
@@ -63,14 +63,15 @@ class MicroBatch:
 class Batch(MicroBatch):
     """One micro-batch of utterances.
 
-    A batch is void if all its utterances were skipped: one row of zeros without tokens, whose loss and gradients are 0.
+    A batch is void if all its utterances were skipped. It then has one row of zeros and no tokens, and its loss and
+    gradients are 0.
     """
 
-    tokens: Tensor  # [sum of token_lengths] int64, utterance after utterance
+    tokens: Tensor  # [sum of token_lengths] int64, concatenated
     token_lengths: Tensor  # [B] int64
-    skipped: tuple[tuple[str, str], ...] = ()  # id and reason of skipped utterances
-    phones: Tensor | None = None  # [sum of phone_lengths] int64; None: the model has none
-    phone_lengths: Tensor | None = None  # [B] int64; 0: not all words have known phones
+    skipped: tuple[tuple[str, str], ...] = ()  # id and reason of each skipped utterance
+    phones: Tensor | None = None  # [sum of phone_lengths] int64; None if the model has no phones
+    phone_lengths: Tensor | None = None  # [B] int64; 0 if not all words have known phones
 
 
 def load_batch(
@@ -84,14 +85,14 @@ def load_batch(
     phones: Phones | None = None,
     subsampling: int = 1,
 ) -> Batch:
-    """Load the utterances `indices` of a set. The same arguments give the same bits in every process.
+    """Load the utterances `indices` of a set. The same arguments produce a bit-identical batch in every process.
 
-    With `augment` None, the audio is not changed. With `phones`, the batch has the phones of its transcripts. An
-    utterance keeps its pauses if it would have too few frames for CTC without them, at `subsampling` feature frames per
-    encoder frame. Global random generators keep their states. The randomness of an utterance depends only on `seed` and
-    its place in the batch, so a skipped utterance does not affect others, unless speech of the batch is mixed into them
-    (`augment.babble_snr`). Raises DataError, naming the utterance, for unusable audio or an unusable transcript; with
-    `on_bad` "skip", the utterance is listed in `skipped` instead. A shard that cannot be read is always an error.
+    If `augment` is None, the audio is not changed. With `phones`, the batch has the phones of its transcripts. With
+    `subsampling` feature frames per encoder frame, an utterance keeps its pauses if it would otherwise have too few
+    frames for CTC. The states of global random generators are preserved. The randomness of an utterance depends only on
+    `seed` and its place in the batch, so a skipped utterance does not affect others unless `augment.babble_snr` mixes
+    speech of the batch into them. Raises DataError, naming the utterance, for unusable audio or an unusable transcript;
+    if `on_bad` is "skip", the utterance is listed in `skipped` instead. A shard that cannot be read is always an error.
     """
     augment = augment or AugmentConfig.none()
     stored = speech_set.read(indices.tolist())
@@ -140,7 +141,7 @@ class FrameBatch(MicroBatch):
 
 
 class RecipeWorkload(Workload[ExamplesT], Generic[PlanT, ExamplesT]):
-    """The workload of a recipe. All random choices are pure functions of the recipe's seed and the ticket.
+    """The workload of a recipe. Every random choice is a pure function of the recipe's seed and the ticket.
 
     `initial` is the folder of the initial recogniser.
     """
@@ -160,8 +161,8 @@ class RecipeWorkload(Workload[ExamplesT], Generic[PlanT, ExamplesT]):
 
 
 class SpeechWorkload(RecipeWorkload[UtterancePlan, Batch]):
-    """Whole utterances, with the features, tokens and phones of the initial recogniser, and the loss of CTC and
-    possibly of a decoder."""
+    """A workload of whole utterances, with the features, tokens and phones of the initial recogniser. Its loss is that
+    of CTC and, if there is one, of a decoder."""
 
     def __init__(self, plan: UtterancePlan, initial: Path) -> None:
         super().__init__(plan, initial)
@@ -193,8 +194,8 @@ class SpeechWorkload(RecipeWorkload[UtterancePlan, Batch]):
         return float(len(examples.tokens))
 
     def planned_size(self, ticket: Ticket, unit: Unit) -> float:
-        """The number of utterances, or of their frames without padding and speed changes, including utterances that
-        will be skipped."""
+        """The number of utterances in a mini-batch, or of their frames before padding and speed changes. Utterances
+        that will be skipped are included."""
         indices = np.concatenate(self.plan.of(ticket))
         if unit == "utterances":
             return float(len(indices))
@@ -203,7 +204,7 @@ class SpeechWorkload(RecipeWorkload[UtterancePlan, Batch]):
 
 
 class FrameWorkload(RecipeWorkload[FramePlan, FrameBatch]):
-    """Sub-sequences of aligned frames, with the cross-entropy of each frame's state."""
+    """A workload of sub-sequences of aligned frames. Its loss is the cross-entropy of each frame's state."""
 
     def load(self, ticket: Ticket) -> Sequence[FrameBatch]:
         config, frames = self.plan.recipe.features, self.plan.frames
@@ -229,7 +230,7 @@ class FrameWorkload(RecipeWorkload[FramePlan, FrameBatch]):
         return float(examples.num_frames)
 
     def planned_size(self, ticket: Ticket, unit: Unit) -> float:
-        """The number of sub-sequences of a mini-batch, or of their frames."""
+        """The number of sub-sequences in a mini-batch, or of their frames."""
         pieces = np.concatenate(self.plan.of(ticket))
         return float(len(pieces) if unit == "utterances" else (pieces[:, 2] - pieces[:, 1]).sum())
 
@@ -243,11 +244,12 @@ def speech_loss(model: nn.Module, batch: Batch, config: Architecture) -> Tensor:
 
         (1 - weight) * (the above) + weight * CTC of phones,
 
-    divided likewise, which keeps the loss a mean over tokens. The loss is a scalar, float32. `model` is built from
-    `config`.
+    where the loss of phones is also divided by the number of tokens, so that the total remains a mean over tokens. The
+    loss is a float32 scalar. `model` must be built from `config`.
 
-    An utterance with too few frames gives infinity; `too_short_for_ctc` finds these before training. A void batch gives
-    0 and gradients of 0 for all parameters that take part, as DDP requires.
+    For an utterance with too few frames, the loss is infinite; `too_short_for_ctc` finds such utterances before
+    training. For a void batch, the loss is 0, and so are the gradients of all parameters that take part, as DDP
+    requires.
     """
     inputs = [batch.features, batch.lengths]
     if config.decoder is not None or config.phones is not None:
@@ -269,8 +271,8 @@ def speech_loss(model: nn.Module, batch: Batch, config: Architecture) -> Tensor:
 
 
 def _phone_ctc(log_probs: Tensor, lengths: Tensor, batch: Batch) -> Tensor:
-    """The CTC loss of phones, divided by the number of the batch's tokens. An utterance without phones, or with more
-    phones than fit into its frames, adds nothing."""
+    """The CTC loss of phones, divided by the number of tokens in the batch. An utterance without phones, or with more
+    phones than fit into its frames, contributes nothing."""
     if batch.phones is None or batch.phone_lengths is None:
         raise ValueError("a model with phones needs batches with phones")
     losses = F.ctc_loss(
@@ -286,6 +288,7 @@ def _phone_ctc(log_probs: Tensor, lengths: Tensor, batch: Batch) -> Tensor:
 
 
 def frame_loss(model: nn.Module, batch: FrameBatch) -> Tensor:
-    """Mean cross-entropy per frame: the negative log posterior of its state. The loss is a scalar, float32."""
+    """The mean over frames of the cross-entropy, which is the negative log posterior of a frame's state, as a float32
+    scalar."""
     log_posteriors, _ = model(batch.features, batch.lengths)
     return F.nll_loss(log_posteriors.flatten(0, 1), batch.states.flatten(), ignore_index=PADDING)

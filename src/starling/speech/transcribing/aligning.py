@@ -1,8 +1,8 @@
-"""Where the words and phones of a known text begin and end in a recording.
+"""Finds when the words and phones of a known text begin and end in a recording.
 
-CTC says only roughly when a token is spoken: its outputs are tens of milliseconds apart, and lie anywhere in the sound.
-So a second model hears every 10 ms: a Gaussian for each sixth of a phone, learnt from the experiment's own training
-set, beginning with CTC's alignment.
+CTC locates a token only roughly: its outputs are tens of milliseconds apart, and a token may be emitted anywhere within
+its sound. A second model therefore processes a frame every 10 ms. It has a Gaussian for each sixth of a phone, which is
+learnt from the experiment's training set, starting from CTC's alignment.
 """
 
 import json
@@ -38,27 +38,27 @@ from starling.speech.transcribing.transcript import Seconds, Segment, Word
 
 FORMATS = ("textgrid", "ctm", "json")
 _PER_PHONE, _ROUNDS = 6, 10
-"""States of a phone, which therefore lasts at least 60 ms: with fewer, weak fricatives, such as F, are taken for
-silence. And rounds of alignment."""
+"""Number of states of a phone, which therefore lasts at least 60 ms; with fewer states, weak fricatives, such as F, are
+mistaken for silence. Also the number of rounds of alignment."""
 _LATE: Seconds = 0.08
-"""How much earlier words begin than CTC hears them, for the first round: what begins too late never comes back, because
-a weak sound that silence has once taken in sounds like silence."""
+"""Time by which the first round assumes that words begin earlier than CTC hears them. A word that begins too late is
+not corrected in later rounds, because a weak sound that was once aligned with silence then resembles silence."""
 _CLOSURE, _AUDIBLE = 6, 0.25
-"""The longest silence with which a word may begin, such as the closure of a stop, in frames. And how far a frame with
-sound is above the lowest features of its recording, in the mean over bands."""
+"""Longest silence, in frames, with which a word may begin, such as the closure of a stop. Also the amount, averaged
+over bands, by which a frame with sound exceeds the lowest features of its recording."""
 _NOT_SPEECH = -1000.0
 """Logarithm of the probability that a word begins with a frame of a pause."""
 _ENOUGH: Seconds = 1500.0
-"""Of training audio: more hardly changes the Gaussians."""
+"""Maximum seconds of training audio. More audio hardly changes the Gaussians."""
 _LONGEST: Seconds = 300.0
-"""Of a recording: memory grows with the square of its length."""
+"""Maximum length of a recording. Memory grows with the square of the length."""
 _TOGETHER: Seconds = 60.0
-"""Of a recording: what is longer is aligned in parts."""
+"""Length above which a recording is aligned in parts."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """A phone, and when it is spoken, in seconds from the beginning of the recording."""
+    """A phone and its times, in seconds from the beginning of the recording."""
 
     text: str
     start: Seconds
@@ -67,21 +67,21 @@ class Span:
 
 @dataclass(frozen=True)
 class AlignedWord(Span):
-    """A word, and its phones."""
+    """A word, with its times and its phones."""
 
     phones: tuple[Span, ...]
 
 
 @dataclass(frozen=True)
 class Alignment:
-    """The words of a recording, in order."""
+    """The words of a recording, in order, with their times."""
 
     words: tuple[AlignedWord, ...]
     seconds: Seconds
     """Length of the recording."""
 
     def formatted(self, form: str, name: str) -> str:
-        """In one of the `FORMATS`; `name` is the recording's, in CTM and JSON."""
+        """The alignment in one of the `FORMATS`. `name` is the recording's name in CTM and JSON."""
         if form == "json":
             made = {"file": name, "seconds": self.seconds, "words": [asdict(each) for each in self.words]}
             return json.dumps(made, ensure_ascii=False) + "\n"
@@ -107,7 +107,7 @@ class Alignment:
         return "\n".join(lines) + "\n"
 
     def _without_gaps(self, spans: Sequence[Span]) -> Iterator[Span]:
-        """Praat's tiers have no gaps: what is silent has an empty text."""
+        """Fill the gaps between spans with spans that have an empty text, because Praat's tiers have no gaps."""
         end = 0.0
         for each in spans:
             if each.start > end:
@@ -128,17 +128,20 @@ def align_files(
     tell: Say,
     console: Console,
 ) -> None:
-    """Align recordings with their texts, by the newest model of an experiment.
+    """Align recordings with their texts, using the newest model of an experiment.
 
     Args:
-        text: The file with the text of the only recording; None: beside each recording is one that ends in `.txt`.
+        text: The file with the text of the only recording. With None, the text of each recording is in a file beside
+        the
+            recording that ends in `.txt`.
         form: One of the `FORMATS`.
-        output: A file for one recording, a folder for several; None: `tell` takes them.
-        phones: How words are pronounced; None: as in training, or else as they are spelled.
+        output: A file for the alignment of one recording, or a folder for those of several; None passes them to `tell`.
+        phones: How words are pronounced. With None, words are pronounced as in training or, if the model has no phones,
+            as they are spelled.
 
     Raises:
-        DataError: Some recordings cannot be aligned. It names them, after all others are done.
-        ConfigError: The model is not trained with CTC, or the arguments contradict each other.
+        DataError: Some recordings cannot be aligned. The message names them after all others have been aligned.
+        ConfigError: The model was not trained with CTC, or the arguments contradict each other.
     """
     if form not in FORMATS:
         raise ConfigError(f"--format {form}: unknown; {did_you_mean(form, FORMATS)}known are {', '.join(FORMATS)}")
@@ -155,7 +158,7 @@ def align_files(
         raise ConfigError(
             f"--output {output}: several recordings have the same name without its ending; run them apart"
         )
-    if not any(path.is_file() for path in inputs):  # before the aligner learns for nothing
+    if not any(path.is_file() for path in inputs):  # fail before the aligner is trained in vain
         raise DataError(f"{inputs[0]}: no such file")
     problems = list[str]()
     with Bars(console) as bars:
@@ -175,7 +178,7 @@ def align_files(
 
 
 def load_aligner(experiment: Path, phones: PhonesConfig | None, bars: Bars) -> "Aligner":
-    """The aligner of an experiment, which is learnt when it is first used. Arguments and errors are those of
+    """The aligner of an experiment, which is trained the first time it is loaded. Arguments and errors are those of
     `align_files`."""
     folder, recipe = open_experiment(experiment)
     if recipe.loss != "ctc":
@@ -208,14 +211,15 @@ def _write(text: str, path: Path, form: str, output: Path | None, are_several: b
 
 
 class _Pronunciations:
-    """Words as numbers of phones, for a `StateSpeller`; phones are numbered as in training."""
+    """Maps words to the ids of their phones, for a `StateSpeller`. Phones have the same ids as in training."""
 
     def __init__(self, config: PhonesConfig, names: Sequence[str]) -> None:
         self.config, self.names = config, tuple(names)
         self._known: dict[str, list[int]] = {}
 
     def add(self, texts: Sequence[str]) -> None:
-        """Pronounce the words of texts. Raises DataError for one that cannot be, or has a phone without a number."""
+        """Pronounce the words of texts. Raises DataError if a word cannot be pronounced, or has a phone without an
+        id."""
         words = sorted({word for text in texts for word in text.split()} - self._known.keys())
         if not words:
             return
@@ -232,13 +236,13 @@ class _Pronunciations:
             self._known[word] = [self.names.index(each) + 1 for each in phones]
 
     def encode(self, text: str, utterance: str = "") -> list[int]:
-        """The phones of a word that has been added."""
+        """The ids of the phones of a word that has been added."""
         return self._known[text]
 
 
 class Aligner:
-    """Finds the words and phones of a text, by Gaussians `weights` `[D, K]` and `biases` `[K]` for the K states: of
-    silence, and `_PER_PHONE` of each of the phones `names`."""
+    """Finds the words and phones of a text with Gaussians, given as `weights` `[D, K]` and `biases` `[K]`. The K states
+    are silence and, for each phone in `names`, `_PER_PHONE` states."""
 
     def __init__(
         self, transcriber: Transcriber, config: PhonesConfig, names: Sequence[str], gaussians: Sequence[torch.Tensor]
@@ -250,10 +254,10 @@ class Aligner:
         self._speller = StateSpeller(self._pronounced, _PER_PHONE, 0)
 
     def align(self, samples: NDArray[np.float32], text: str) -> Alignment:
-        """The words of a recording `[T]` at the recogniser's rate, whose text is known.
+        """Align a recording `[T]`, sampled at the recogniser's rate, with its text.
 
-        Raises DataError for a text that is empty, has characters that the recogniser does not know, or is too long for
-        the recording; and for a recording of more than five minutes.
+        Raises DataError for a recording longer than five minutes, or a text that is empty, has characters that the
+        recogniser does not know, or is too long for the recording.
         """
         rate, words = self._transcriber.rate, text.split()
         seconds = len(samples) / rate
@@ -262,7 +266,7 @@ class Aligner:
         if seconds > _LONGEST:
             raise DataError(f"lasts {seconds:.0f} s; the limit is {_LONGEST:.0f} s: cut it, and its text, at pauses")
         self._pronounced.add([text])
-        rough = self._transcriber.timed(samples, text)  # which also refuses what cannot be aligned
+        rough = self._transcriber.timed(samples, text)  # also raises DataError for a text that cannot be aligned
         found: list[AlignedWord] = []
         for first, end in _stretches(rough):
             begin = (rough[first - 1].end + rough[first].start) / 2 if first else 0.0
@@ -286,13 +290,13 @@ class Aligner:
         return replace(segment, words=tuple(words))
 
     def samples(self, path: Path) -> NDArray[np.float32]:
-        """A recording as `align` takes it. Raises DataError for one that cannot be read."""
+        """Read a recording in the form that `align` expects. Raises DataError if it cannot be read."""
         with opened(path, str(path)) as sound:
             samples = np.concatenate([np.zeros(0, np.float32), *sound])
             return self._transcriber.recogniser.waveform(samples, sound.rate).numpy()
 
     def text(self, path: Path) -> str:
-        """The words of a text file, in the case that the recogniser writes. Raises DataError if it cannot be read."""
+        """The words of a text file, in the recogniser's letter case. Raises DataError if the file cannot be read."""
         try:
             text = " ".join(path.read_text(encoding="utf-8").split())
         except (OSError, ValueError) as error:
@@ -304,7 +308,7 @@ class Aligner:
         return text
 
     def _spans(self, samples: NDArray[np.float32], words: Sequence[str], offset: Seconds) -> Iterator[AlignedWord]:
-        """The words of a part of a recording, which begins at `offset`."""
+        """Yield the aligned words of a part of a recording. The part begins at `offset`."""
         frames = self._layer(torch.from_numpy(samples))
         states, optional = self._speller.text(" ".join(words))
         if len(frames) < len(states) - sum(optional):
@@ -323,7 +327,7 @@ class Aligner:
         shift = self._layer.frame_seconds
 
         def at(position: int) -> Seconds:
-            """When a position, or one behind it, is first reached."""
+            """The time at which this position, or a later one, is first reached."""
             return round(offset + int(np.searchsorted(path, position)) * shift, 3)
 
         place = 1
@@ -333,7 +337,7 @@ class Aligner:
                 phones.append(Span(self.names[number - 1], at(place), at(place + _PER_PHONE)))
                 place += _PER_PHONE
             yield AlignedWord(word, phones[0].start, phones[-1].end, tuple(phones))
-            place += 1  # silence
+            place += 1  # skip the silence
 
     def save(self, path: Path) -> None:
         """Write the Gaussians and the names of the phones."""
@@ -342,7 +346,7 @@ class Aligner:
 
     @classmethod
     def load(cls, path: Path, transcriber: Transcriber, config: PhonesConfig) -> "Aligner":
-        """What `save` wrote. Raises DataError for another file."""
+        """Load the aligner that `save` wrote. Raises DataError for any other file."""
         try:
             with safe_open(path, "pt") as file:
                 names = json.loads(file.metadata()["phones"])
@@ -355,7 +359,7 @@ class Aligner:
 
     @classmethod
     def learn(cls, transcriber: Transcriber, training: SpeechSet, config: PhonesConfig, bars: Bars) -> "Aligner":
-        """Learn the Gaussians of a pronunciation from up to 25 minutes of a training set."""
+        """Learn the Gaussians for the pronunciations of `config` from up to 25 minutes of a training set."""
         texts = [training.text(index) for index in range(len(training))]
         phones, missing = make_phones(config, texts)
         pronounced = _Pronunciations(config, phones.names)
@@ -376,7 +380,7 @@ class Aligner:
                         features = layer(torch.from_numpy(samples))
                         rough = transcriber.timed(samples, text)
                         starts.append(_positions(rough, pronounced, in_pauses(features), layer.frame_seconds))
-                    except DataError:  # damaged, too short, or with a token that the recogniser does not have
+                    except DataError:  # the utterance is damaged, too short, or has an unknown token
                         continue
                     writer.write(index, features.numpy())
                     used.append((training.id(index), text))
@@ -391,17 +395,17 @@ class Aligner:
 
 
 def number_of(part: int, unit: int) -> int:
-    """The number of a state: 0 is silence, unit 0; units count from 1."""
+    """The index of the state for a part of a unit. Unit 0 is silence, whose state has index 0; units count from 1."""
     return 0 if unit == 0 else 1 + (unit - 1) * _PER_PHONE + part
 
 
 def layer_of(transcriber: Transcriber) -> LogMel:
-    """The features that the Gaussians hear: of whole recordings, every 10 ms."""
+    """The features that the Gaussians model. They are computed from whole recordings, with a frame every 10 ms."""
     return LogMel(FeatureConfig(normalise="active"), transcriber.rate)
 
 
 def in_pauses(frames: torch.Tensor) -> NDArray[np.bool_]:
-    """Which frames `[T, F]` lie in stretches without any sound that are longer than `_CLOSURE`."""
+    """A mask of the frames `[T, F]` that lie in stretches without sound longer than `_CLOSURE`."""
     silent = ((frames - frames.amin(0)).mean(1) < _AUDIBLE).numpy()
     edges = np.flatnonzero(np.diff(silent, prepend=False, append=False))
     for first, end in zip(edges[::2], edges[1::2], strict=True):
@@ -412,8 +416,8 @@ def in_pauses(frames: torch.Tensor) -> NDArray[np.bool_]:
 def _positions(
     words: Sequence[Word], pronounced: _Pronunciations, pauses: NDArray[np.bool_], shift: Seconds
 ) -> NDArray[np.int32]:
-    """The position of each frame in the states of a text, whose words lie where CTC heard them, and not in the pauses
-    `[frames]`. The states of a word are equally long. Raises DataError where a word has fewer frames than states."""
+    """The position of each frame in the sequence of a text's states. Words lie where CTC heard them, except in `pauses`
+    `[frames]`, and the states of a word are equally long. Raises DataError if a word has fewer frames than states."""
     num_frames = len(pauses)
     counts = [_PER_PHONE * len(pronounced.encode(word.text)) for word in words]
     begins, earliest = list[int](), 0
@@ -437,8 +441,8 @@ def _positions(
 
 
 def _stretches(words: Sequence[Word]) -> Iterator[tuple[int, int]]:
-    """Numbers of words that are aligned together, of at most a minute: the first, and the one behind the last. The
-    widest gap in the second half of a minute divides them, because CTC may be wrong about a narrow one."""
+    """Yield half-open ranges of words (first, last + 1) that are aligned together and span at most a minute. Words are
+    divided at the widest gap in the second half of a minute, because CTC may be wrong about a narrow gap."""
     first = 0
     while words[-1].end - words[first].start > _TOGETHER:
         gaps = {

@@ -1,4 +1,4 @@
-"""Transcribes files, folders and standard input with a model of an experiment."""
+"""Transcribes files, folders and standard input with an experiment's model."""
 
 import shutil
 import sys
@@ -34,18 +34,18 @@ def load_model(
     console: Console | None = None,
     segmentation: Segmentation | None = None,
 ) -> Transcriber:
-    """Load a trained model, to transcribe with.
+    """Load a trained model for transcription.
 
     Args:
-        model: An experiment, whose newest model is taken; a checkpoint; or a folder with a recogniser.
-        best: Take the experiment's model that scored best on the validation set.
-        beam: Decode with the beam search that `starling evaluate` has tuned. If it has not, that is done first.
-        console: Shows the progress of tuning on a terminal.
-        segmentation: Where long audio is cut.
+        model: An experiment, whose newest model is used; a checkpoint; or a folder with a recogniser.
+        best: Use the experiment's model that scored best on the validation set.
+        beam: Decode with the beam search that `starling evaluate` tunes. An untuned beam search is tuned first.
+        console: The console that shows the progress of tuning.
+        segmentation: The parameters that determine where long audio is cut.
 
     Raises:
-        CheckpointError: There is no model, or it is damaged.
-        ConfigError: It is not an experiment; or a beam search is asked for that the model does not have.
+        CheckpointError: The model is missing or damaged.
+        ConfigError: `model` is not an experiment, or a beam search is requested that the model does not support.
         MissingExtraError: The beam search or the voice activity model is not installed.
 
     Example:
@@ -89,22 +89,22 @@ def transcribe_files(
     """Transcribe files, the audio files in folders, and standard input (`-`).
 
     Args:
-        experiment: As for `load_model`, with `is_best` and `with_beam`.
-        inputs: Files, folders, and `-` for standard input.
-        tell: Takes the transcripts without an `output`. For `txt` that is a line for each file, with its name, a tab
-            and the text; of standard input, the text of each segment.
-        console: Shows progress on a terminal.
+        experiment: The model, given as for `load_model`. `is_best` and `with_beam` are that function's `best` and
+        `beam`. inputs: Files, folders, and `-` for standard input. tell: Receives the transcripts if there is no
+        `output`. In the format `txt`, it receives one line for each file,
+            with the file's name, a tab and the text; for standard input, it receives the text of each segment.
+        console: The console that shows progress.
         form: The format of the transcripts.
-        output: A file for the transcript of one input; a folder for those of several.
-        raw_rate: Standard input is raw PCM of 16 bits at this rate, in Hz.
+        output: A file for the transcript of one input, or a folder for the transcripts of several inputs.
+        raw_rate: If given, standard input is 16-bit raw PCM at this sampling rate, in Hz.
         boost: A file with phrases, as for `Transcriber.boosted`.
-        is_aligned: Words have the times that `starling align` finds; those of CTC where a word has no pronunciation.
-        segmentation: Where long audio is cut.
+        is_aligned: Words have the times that `starling align` finds, or CTC's times if a word has no pronunciation.
+        segmentation: The parameters that determine where long audio is cut.
 
     Raises:
-        DataError: Some files cannot be transcribed. It names them, after all others are done. Or the phrases cannot be
-            used.
-        ConfigError: The model does not give what `form` needs, or the arguments contradict each other.
+        DataError: Some files cannot be transcribed, or the phrases cannot be used. Files are named in the message after
+            all other files have been transcribed.
+        ConfigError: The model does not provide what `form` needs, or the arguments contradict each other.
     """
     screen = console or Console(stderr=True)
     if form not in FORMATS:
@@ -150,14 +150,15 @@ class _Source:
 
     path: Path
     name: str
-    """In the folder in which it was found; without suffix, unless another one differs in that alone."""
+    """The file's path in the folder in which it was found, without its suffix unless another file differs only in the
+    suffix."""
     output: Path | None
-    """Where its transcript goes; None: to the screen."""
+    """The file to which the transcript is written; None prints it."""
 
 
 def _sources(inputs: Sequence[Path], form: str, output: Path | None) -> tuple[list[_Source], list[str]]:
-    """The files that are given or in given folders, and folders that have none. Raises ConfigError for an `output` that
-    cannot hold their transcripts."""
+    """The files that are given or are in given folders, and messages about folders without audio files. Raises
+    ConfigError if the transcripts cannot be written to `output`."""
     found: list[tuple[Path, Path]] = []
     problems, suffixes = [], audio_suffixes()
     for path in inputs:
@@ -186,12 +187,12 @@ def _sources(inputs: Sequence[Path], form: str, output: Path | None) -> tuple[li
 
 
 def _write(source: _Source, transcript: Transcript, form: str, tell: Say) -> None:
-    """Write a transcript, or pass it on."""
+    """Write a transcript to its file, or pass it to `tell`."""
     text = formatted(transcript, form, str(source.path) if form == "json" else source.name)
     if source.output is None:
         if form == "txt":
             tell(f"{source.path}\t{transcript.text}")
-        elif text:  # CTM of silence has no lines
+        elif text:  # the CTM of a silent recording has no lines
             tell(text.removesuffix("\n"))
         return
     with writing(f"--output {source.output}", "name another file or folder"):
@@ -200,7 +201,8 @@ def _write(source: _Source, transcript: Transcript, form: str, tell: Say) -> Non
 
 
 def _tell_segments(transcriber: Transcriber, raw_rate: int | None, problems: list[str], tell: Say, say: Say) -> None:
-    """Pass on the text of each segment of standard input; of raw PCM, as soon as the segment has ended."""
+    """Pass the text of each segment of standard input to `tell`. For raw PCM, do so as soon as the segment has
+    ended."""
     is_told = False
     with noted(problems, DataError), _opened(STANDARD_INPUT, raw_rate, say) as sound:
         for some in transcriber.stream(sound, sound.rate, TOGETHER if raw_rate is None else 0.0):
@@ -228,7 +230,7 @@ def _transcribed(
     bars: Bars,
     say: Say,
 ) -> Iterator[tuple[_Source, Transcript]]:
-    """The transcript of each file, in order; segments of several files are decoded together."""
+    """Yield the transcript of each file, in order. Segments of several files are decoded together."""
     segments: defaultdict[int, list[Segment]] = defaultdict(list)
     read: dict[int, Sound] = {}
 
@@ -256,8 +258,8 @@ def _transcribed(
 
 @contextmanager
 def _opened(path: Path, raw_rate: int | None, say: Say) -> Iterator[Sound]:
-    """A file or standard input; `say` is told what its user should know. Standard input is copied to a temporary file
-    first, unless it is raw PCM."""
+    """Open a file or standard input, and pass remarks for the user to `say`. Standard input, unless it is raw PCM, is
+    first copied to a temporary file."""
     with ExitStack() as stack:
         audio: Path | IO[bytes] = path
         if path == STANDARD_INPUT:

@@ -1,6 +1,6 @@
-"""Cuts audio at pauses, by its energy or by a voice activity model.
+"""Cuts audio at pauses, which are detected from its energy or by a voice activity model.
 
-Audio may come in pieces; only the last segment is kept in memory.
+Audio may arrive in blocks. Only the current segment is kept in memory.
 """
 
 import math
@@ -20,49 +20,51 @@ Seconds = float
 
 FRAME: Seconds = 0.01
 _LOOK_EVERY = 10
-"""Number of frames between two searches for pauses. Segments therefore do not depend on the pieces in which audio
-comes."""
+"""Number of frames between two searches for pauses. The interval is fixed so that segments do not depend on the blocks
+in which audio arrives."""
 _SMOOTHED = 5
-"""Number of frames over whose mean energy levels are computed."""
+"""Number of frames whose mean energy determines a level."""
 _LOWEST = -70.0
-"""The lowest noise floor, in dB below full scale: digital silence counts as noise of this level."""
+"""Lowest noise floor, in dB relative to full scale. Digital silence counts as noise of this level."""
 _LOUD, _ABOVE = 10.0, 6.0
-"""Speech stays more than `_ABOVE` dB above the noise floor, and exceeds it by `_LOUD` dB somewhere."""
+"""Speech stays more than `_ABOVE` dB above the noise floor, and exceeds the floor by `_LOUD` dB at least once."""
 _SHORTEST = 3
-"""Number of frames of the shortest sound that counts as speech: a click has fewer."""
+"""Length, in frames, of the shortest sound that counts as speech. A click is shorter."""
 _FLOOR = 1000
-"""Number of frames (10 s) over which the noise floor is the lowest level."""
+"""Number of frames (10 s) whose lowest level is the noise floor if there was no even noise."""
 _EVEN = 45
-"""Number of frames over which noise stays within `_ABOVE` dB, also at high frequencies, whatever quieter sound came
-before."""
+"""Number of frames for which a sound must stay within `_ABOVE` dB, also at high frequencies, to count as noise even if
+a quieter sound preceded it."""
 _FAINT = 12.0
 """Minimum difference in dB between noise and the loudest sound."""
 _PATIENCE = 200
-"""Number of frames (2 s) after which an even level counts as noise. Speech always changes by 10 dB in that time."""
+"""Number of frames (2 s) after which an even level counts as noise. Speech always varies by 10 dB within that time."""
 
 _VAD_RATE, _VAD_CHUNK, _VAD_CONTEXT = 16_000, 512, 64
-"""Sampling rate in Hz, number of samples that the network hears at a time, and number of earlier samples that it hears
-again."""
+"""Sampling rate in Hz, number of new samples in each input of the network, and number of earlier samples that the input
+repeats."""
 _VAD_BEGINS, _VAD_ENDS = 0.5, 0.35
-"""Probabilities above which speech begins and below which it ends, as in silero-vad's own examples."""
+"""Probability above which speech begins and probability below which speech ends, as in silero-vad's examples."""
 _VAD_PAD: Seconds = 0.15
 
 
 @dataclass(frozen=True)
 class Segmentation:
-    """Parameters of where audio is cut."""
+    """Parameters that determine where audio is cut."""
 
     pause: Seconds = 0.5
     """The shortest pause at which a segment ends."""
     pad: Seconds = 0.05
-    """Length of the pause that a segment keeps before and after it, at most half of `pause`: about as much as the
-    utterances that the model was trained on. At the ends of a recording, silence shorter than a pause is kept whole."""
+    """Length of silence that a segment keeps before and after its speech, at most half of `pause`. It should be about
+    as long as in the utterances that the model was trained on. At the ends of a recording, silence that is shorter than
+    a pause is kept whole."""
     longest: Seconds = 20.0
     """Maximum length of a segment; a longer one is cut at the quietest place in its second half."""
     overlap: Seconds = 1.0
-    """Length by which the segments on either side of such a cut reach beyond it, at most a quarter of `longest`."""
+    """Length by which both segments next to such a cut extend beyond the cut, at most a quarter of `longest`."""
     voice_activity: bool = False
-    """Whether silero-vad detects speech, instead of the level above the noise; `pad` is then at least 0.15 s."""
+    """Whether silero-vad detects speech, rather than the level above the noise. With silero-vad, `pad` is at least
+    0.15 s."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +75,11 @@ class Piece:
     """Number of samples before the segment."""
     samples: NDArray[np.float32]
     recording: int = 0
-    """The number of the segment's recording, among several."""
+    """Index of the segment's recording, if there are several."""
     lead: int = 0
-    """Number of samples at its beginning that belong to the previous segment, which was cut without a pause."""
+    """Number of samples at the beginning that belong to the previous segment, which was cut without a pause."""
     trail: int = 0
-    """Number of samples at its end that belong to the next segment."""
+    """Number of samples at the end that belong to the next segment."""
 
     @property
     def own(self) -> "Piece":
@@ -109,20 +111,19 @@ def floor_of(level: NDArray[np.float64]) -> float:
 
 
 def runs(mask: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """First and last + 1, `[N, 2]`, of each stretch that is true."""
+    """The half-open ranges `[N, 2]` (first, last + 1) in which `mask` is true."""
     return np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
 
 
 def quiet_stretches(samples: NDArray[np.float32], rate: int) -> tuple[NDArray[np.int64], Seconds]:
-    """First and last + 1, `[N, 2]`, of the frames of each stretch without sound, and the length of a frame."""
+    """The half-open ranges of frames `[N, 2]` (first, last + 1) without sound, and the length of a frame."""
     hop = max(1, round(rate * FRAME))
     level = levels(powers(samples, hop), 3)
     return runs(level <= floor_of(level) + _ABOVE), hop / rate
 
 
 def gathered(pieces: Iterable[Piece], num_samples: float) -> Iterator[list[Piece]]:
-    """Pieces in groups; each group is yielded as soon as it has `num_samples` samples, or when there are no more
-    pieces."""
+    """Collect pieces in groups. A group is yielded when it has at least `num_samples` samples or the pieces end."""
     group: list[Piece] = []
     for piece in pieces:
         group.append(piece)
@@ -134,19 +135,19 @@ def gathered(pieces: Iterable[Piece], num_samples: float) -> Iterator[list[Piece
 
 
 class Segmenter:
-    """Finds the segments of audio that comes in pieces.
+    """Finds the segments of audio that arrives in blocks.
 
-    Energy is detected with hysteresis: speech rises 10 dB above the noise floor, and ends when it stays within 6 dB of
-    the floor for the length of a pause. The floor is the level of the last 0.45 s of even noise; if there was none in
-    the last ten seconds, it is their lowest level.
+    Speech is detected with hysteresis: speech rises 10 dB above the noise floor, and a segment ends when the level
+    stays within 6 dB of the floor for the length of a pause. The floor is the level of the last 0.45 s of even noise.
+    If there was no even noise in the last ten seconds, the floor is the lowest level in that time.
 
     Args:
         rate: The sampling rate of the segments.
-        segmentation: The parameters of where to cut.
-        given_rate: The sampling rate of the audio, which is resampled; None means `rate`.
+        segmentation: The parameters that determine where to cut.
+        given_rate: The sampling rate of the audio, which is resampled to `rate`; None means `rate`.
 
     Raises:
-        MissingExtraError: The voice activity model is asked for but not installed.
+        MissingExtraError: The voice activity model is requested but not installed.
     """
 
     def __init__(self, rate: int, segmentation: Segmentation | None = None, given_rate: int | None = None) -> None:
@@ -159,24 +160,24 @@ class Segmenter:
         self._pause, self._pad, self._longest, self._overlap = (
             round(each / FRAME) for each in (chosen.pause, pad, chosen.longest, overlap)
         )
-        self._cut_at = 0  # samples before the last cut without a pause
-        self._start = 0  # of the pending samples
+        self._cut_at = 0  # number of samples before the last cut without a pause
+        self._start = 0  # position of the first pending sample
         self._samples = np.zeros(0, np.float32)
         self._power = np.zeros(0)
-        self._high = np.zeros(0)  # of the differences of the samples, as many frames
-        self._spoken = np.zeros(0, np.bool_)  # pending frames that the voice activity model has heard
-        self._noise: tuple[float, int] | None = None  # the level of the last even noise, dB, and frames since then
-        self._loudest = -math.inf  # dB, of all frames that have been looked at
+        self._high = np.zeros(0)  # power of the differences between samples, for the same frames
+        self._spoken = np.zeros(0, np.bool_)  # pending frames that the voice activity model has classified
+        self._noise: tuple[float, int] | None = None  # level of the last even noise in dB; frames since then
+        self._loudest = -math.inf  # highest level in dB of all frames searched so far
         self._before = np.zeros(0)  # levels of the frames before the pending ones
-        self._seen = 0  # pending frames that have been looked at
+        self._seen = 0  # number of pending frames searched so far
         self._found = 0
 
     def feed(self, samples: NDArray[np.float32]) -> list[Piece]:
-        """The segments that end in the next samples `[T]`."""
+        """Add the next samples `[T]`, and return the segments that end in them."""
         return self._cut(self._resampler.feed(samples))
 
     def end(self) -> list[Piece]:
-        """The last segments."""
+        """End the audio, and return the last segments."""
         pieces = self._cut(self._resampler.end())
         if len(self._power) * self._hop < len(self._samples):
             self._power = np.append(self._power, self._samples[-self._hop :].var(dtype=np.float64))
@@ -187,7 +188,7 @@ class Segmenter:
         pieces += iter(partial(self._look, is_end=True), None)
         is_silent = not len(self._power) or float(levels(self._power).max()) < _LOWEST + _LOUD
         if not self._found and not self._start and not is_silent and self._voice is None:
-            pieces.append(self._taken(self._seen))  # all there is; too short to tell speech from noise
+            pieces.append(self._taken(self._seen))  # keep everything: the audio is too short to tell speech from noise
         return pieces
 
     def _cut(self, samples: NDArray[np.float32]) -> list[Piece]:
@@ -212,19 +213,19 @@ class Segmenter:
 
     @property
     def taken(self) -> int:
-        """The number of samples so far."""
+        """The number of samples received so far."""
         return self._start + len(self._samples)
 
     @property
     def pending(self) -> Piece | None:
-        """The segment that has not ended yet, so far; None if there is no speech."""
+        """The part received so far of the current segment, which has not ended yet; None if there is no speech."""
         level = levels(self._power)
         if not len(found := self._speech(level)):
             return None
         return self._piece(self._begin(found), len(self._power) + 1)
 
     def _speech(self, level: NDArray[np.float64]) -> NDArray[np.int64]:
-        """The stretches of speech `[N, 2]` in pending levels, in frames, that do not belong to an earlier segment."""
+        """The stretches of speech `[N, 2]`, in frames, in the pending levels, except those of an earlier segment."""
         if self._voice is not None:
             return self._lasting(runs(self._spoken[: len(level)]))
         quietest = min(floor_of(level), floor_of(self._before))
@@ -236,7 +237,7 @@ class Segmenter:
         return self._lasting(found[is_loud])
 
     def _lasting(self, found: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The stretches `[N, 2]` except clicks and those that an earlier segment already contains."""
+        """The stretches `[N, 2]`, except clicks and stretches that an earlier segment already contains."""
         is_new = self._start + found[:, 1] * self._hop > self._cut_at
         return found[is_new & (found[:, 1] - found[:, 0] >= _SHORTEST)]
 
@@ -253,7 +254,7 @@ class Segmenter:
             self._noise = (self._noise[0], age) if age < _FLOOR else None
 
     def _look(self, is_end: bool = False) -> Piece | None:
-        """Take the first segment that has ended; None if there is none."""
+        """Remove the first segment that has ended from the pending samples, and return it; None if none has ended."""
         level = levels(self._power[: self._seen])
         found = self._speech(level)
         if not len(found):
@@ -278,7 +279,8 @@ class Segmenter:
         return 0 if self._start == 0 and first < self._pause else max(0, first - self._pad)
 
     def _kept(self, begin: int, end: int, overlap: int = 0) -> Piece:
-        """Take the segment of these pending frames, leaving the last `overlap` frames before a cut."""
+        """Remove the segment of these pending frames, and return it. The last `overlap` frames before a cut remain
+        pending."""
         piece = self._piece(begin, end + overlap, overlap)
         self._found += 1
         self._cut_at = self._start + end * self._hop if overlap else 0
@@ -286,13 +288,13 @@ class Segmenter:
         return piece
 
     def _piece(self, begin: int, end: int, overlap: int = 0) -> Piece:
-        """The segment of these pending frames, of which `overlap` at the end belong to the next segment."""
+        """The segment of these pending frames; the last `overlap` frames belong to the next segment."""
         start = self._start + begin * self._hop
         samples = self._samples[begin * self._hop : end * self._hop]
         return Piece(start, samples, lead=max(0, self._cut_at - start), trail=overlap * self._hop)
 
     def _taken(self, end: int) -> Piece:
-        """Take the pending frames up to `end`."""
+        """Remove the pending frames up to `end`, and return them as a piece."""
         self._before = np.concatenate([self._before, levels(self._power[:end])])[-_FLOOR:]
         cut = end * self._hop
         piece = Piece(self._start, self._samples[:cut])
@@ -304,7 +306,7 @@ class Segmenter:
 
 
 class VoiceActivity:
-    """Tells the speech in audio that comes in pieces, at `rate` Hz, in frames of `hop` samples.
+    """Detects speech, in frames of `hop` samples, in audio at `rate` Hz that arrives in blocks.
 
     Raises:
         MissingExtraError: silero-vad is not installed.
@@ -318,14 +320,15 @@ class VoiceActivity:
         self._rest = np.zeros(0, np.float32)
         self._chunks = self._frames = 0
         self._is_speech = False
-        self._known = np.zeros(0, np.bool_)  # chunks whose frames are not all told yet
+        self._known = np.zeros(0, np.bool_)  # chunks of which some frames have not been classified yet
 
     def feed(self, samples: NDArray[np.float32]) -> NDArray[np.bool_]:
-        """Whether each of the next frames is speech, as far as known after the next samples `[T]`."""
+        """Add the next samples `[T]`, and return, for each further frame that can be classified, whether it is
+        speech."""
         return self._told(self._resampler.feed(samples))
 
     def end(self, count: int) -> NDArray[np.bool_]:
-        """Whether each of the last `count` frames is speech."""
+        """End the audio, and return whether each of the last `count` frames is speech."""
         rest = self._resampler.end()
         found = self._told(np.concatenate([rest, np.zeros(2 * _VAD_CHUNK, np.float32)]))[:count]
         return np.pad(found, (0, count - len(found)))
@@ -350,7 +353,8 @@ class VoiceActivity:
 
 
 class _Network:
-    """silero-vad's network. Its package is not imported, because that would set torch to one thread."""
+    """The network of silero-vad. The silero-vad package is not imported, because importing it limits torch to one
+    thread."""
 
     def __init__(self) -> None:
         import onnxruntime

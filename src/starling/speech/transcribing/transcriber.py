@@ -1,6 +1,6 @@
-"""Transcribes waveforms, streams of any length, and audio while it is spoken.
+"""Transcribes waveforms, streams of any length, and live speech.
 
-The places of words follow from what CTC hears in each frame and from pauses in the sound.
+The times of words are derived from CTC's outputs in each frame and from pauses in the audio.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from starling.speech.transcribing.transcript import Seconds, Segment, Transcript
 
 
 class StreamingLogMel:
-    """The features of one recording that comes in blocks. Together, they are the frames that `LogMel` gives for the
-    whole recording, to rounding.
+    """Computes the features of one recording that arrives in blocks. The frames of all blocks together equal those that
+    `LogMel` computes for the whole recording, up to rounding.
 
     Raises ConfigError for features that need the whole recording because of `normalise`, `pauses` or `splice`.
     """
@@ -40,13 +40,13 @@ class StreamingLogMel:
                 "recording: a stream needs normalise: global or none, without pauses and splice"
             )
         self._features = features
-        self._received = 0  # samples
-        self._made = 0  # frames
-        self._samples = torch.zeros(0)  # those that later frames need; before the first frame, those of the beginning
+        self._received = 0  # number of samples
+        self._made = 0  # number of frames
+        self._samples = torch.zeros(0)  # samples that later frames need; before the first frame, all samples so far
         self._has_begun = False
 
     def accept(self, samples: torch.Tensor) -> torch.Tensor:
-        """The frames `[n, F]` that these samples `[T]`, which follow the previous ones, complete."""
+        """The frames `[n, F]` that are completed by the next samples `[T]` of the recording."""
         layer = self._features
         self._received += len(samples)
         self._samples = torch.cat([self._samples, samples.float()])
@@ -58,7 +58,8 @@ class StreamingLogMel:
         return self._frames((len(self._samples) - layer.length) // layer.shift + 1)
 
     def finish(self) -> torch.Tensor:
-        """The frames `[n, F]` whose windows end after the recording; none if it is shorter than a window."""
+        """The frames `[n, F]` whose windows extend past the end of the recording; none if the recording is shorter than
+        a window."""
         if not self._has_begun:
             return self._frames(0)
         layer = self._features
@@ -79,13 +80,13 @@ class StreamingLogMel:
 
 
 def _comes_in_blocks(features: LogMel) -> bool:
-    """Whether features can be computed before the end of a recording."""
+    """Whether features can be computed before a recording has ended."""
     config = features.config
     return config.normalise not in WHOLE and config.pauses is None and not config.splice
 
 
 class Stream:
-    """One recording that is recognised as it arrives, by greedy CTC.
+    """Recognises one recording as it arrives, with greedy CTC decoding.
 
     ```python
     stream = Stream(recogniser)
@@ -104,16 +105,16 @@ class Stream:
         with recogniser.evaluating():
             self._state = self._network.initial_state()
         self._tokens: list[int] = []
-        self._last = BLANK  # the best token of the last frame
+        self._last = BLANK  # the likeliest token in the last frame
         self.log_probs: list[torch.Tensor] = []
-        """The log-probabilities of each step, `[T', V]`, for other searches."""
+        """The log-probabilities `[T', V]` of each step, kept for other searches."""
 
     def accept(self, samples: torch.Tensor) -> str:
-        """The text of all samples so far, including these samples `[T]`, which follow the previous ones."""
+        """Add the next samples `[T]`, and return the text of the recording so far."""
         return self._step(self._features.accept(samples), is_last=False)
 
     def finish(self) -> str:
-        """The text of the whole recording, which ends here."""
+        """End the recording, and return its whole text."""
         return self._step(self._features.finish(), is_last=True)
 
     def _step(self, features: torch.Tensor, is_last: bool) -> str:
@@ -129,7 +130,7 @@ class Stream:
 
 
 def streaming_network(recogniser: Recogniser) -> StreamingNetwork:
-    """The network of a recogniser that can stream. Raises ConfigError for any other."""
+    """The network of a recogniser that can stream. Raises ConfigError if the recogniser cannot."""
     network = recogniser.model
     if not isinstance(network, StreamingNetwork) or network.chunks is None:
         raise ConfigError(
@@ -146,36 +147,37 @@ def can_stream(recogniser: Recogniser) -> bool:
 
 
 Search: TypeAlias = Callable[[NDArray[np.float32]], str]
-"""A function that returns the text of CTC's log-probabilities `[T, V]`, such as a beam search."""
+"""A function, such as a beam search, that returns the text for CTC's log-probabilities `[T, V]`."""
 Waveform: TypeAlias = NDArray[np.float32] | NDArray[np.float64] | NDArray[np.int16] | NDArray[np.int32] | torch.Tensor
 
 TOGETHER: Seconds = 240.0
-"""Seconds of audio whose segments are decoded together, in batches of similar lengths."""
+"""Seconds of audio whose segments are decoded together, in batches of segments with similar lengths."""
 _BATCH: Seconds = 120.0
-"""Seconds of padded audio in a batch."""
+"""Maximum seconds of audio in a batch, including padding."""
 _OFTEN: Seconds = 0.4
 _GROWTH = 0.25
-"""Growth of a live segment after which it is decoded again, as a share of its length; at least `_OFTEN` seconds. All
-the work is then at most six times that of decoding it once, however long it is."""
+"""Growth of a live segment, as a fraction of its length, after which the segment is decoded again; the growth is at
+least `_OFTEN` seconds. The total work is then at most six times that of decoding the segment once, whatever its
+length."""
 _MOVED: Seconds = 0.1
-"""Largest correction, earlier or later, of a live segment's beginning without its partial text being decoded from the
-new beginning."""
+"""Largest shift of a live segment's beginning, in either direction, that does not cause its partial text to be decoded
+again from the new beginning."""
 _PAUSE: Seconds = 0.15
-"""Minimum length of a quiet stretch that counts as a pause; a shorter one may be part of a consonant, since weak ones
-drown in noise."""
+"""Minimum length of a quiet stretch that counts as a pause. A shorter stretch may be part of a weak consonant that is
+masked by noise."""
 _DROWNED: Seconds = 0.05
-"""Longest time for which a word is heard before its sound rises above the noise."""
+"""Longest time by which CTC may hear a word before the word's sound rises above the noise."""
 _LATE: Seconds = 0.08
-"""Time within which a word that ends after a cut without a pause belongs to the segment before it. It is the length of
-a consonant: cuts are in gaps, or where a word's sound is closed off."""
+"""A word that ends within this time after a cut without a pause belongs to the segment before the cut. The time is the
+length of a consonant, because audio is cut in a gap or at the closure of a consonant."""
 _SHORTEST = 2
-"""Number of frames of the shortest quiet stretch that is considered."""
+"""Length, in frames, of the shortest quiet stretch that is considered."""
 
 
 class Transcriber:
-    """Transcribes with a trained recogniser. `starling.load_model` makes one.
+    """Transcribes audio with a trained recogniser. `starling.load_model` returns a `Transcriber`.
 
-    Methods may be called from one thread at a time.
+    Only one thread at a time may call its methods.
     """
 
     def __init__(
@@ -191,15 +193,16 @@ class Transcriber:
         self._phrases = phrases
 
     def boosted(self, phrases: Iterable[str], source: str = "phrases") -> Transcriber:
-        """A transcriber with the same model that replaces words where phrases of a list were nearly recognised.
+        """A transcriber with the same model that favours `phrases`: where it nearly recognised one of them, the phrase
+        replaces the recognised words.
 
         Args:
-            phrases: `PHRASE` or `PHRASE<tab>WEIGHT`; the weight is in natural logarithms for each token. Blank phrases,
-                and those that begin with #, are ignored.
-            source: The origin of the phrases, for messages.
+            phrases: `PHRASE` or `PHRASE<tab>WEIGHT`. The weight is added per token, in natural-log units. Blank phrases
+                and phrases that begin with # are ignored.
+            source: The origin of the phrases, which error messages name.
 
         Raises:
-            ConfigError: The model's texts are not those of CTC.
+            ConfigError: CTC does not produce the model's texts.
             DataError: The model's tokens cannot spell a phrase, or a weight is not a number.
         """
         found = self.recogniser.phrases(phrases, source, self._search is not None)
@@ -212,16 +215,16 @@ class Transcriber:
 
     @property
     def has_times(self) -> bool:
-        """Whether words have times, which models trained frame by frame do not give."""
+        """Whether words have times. Models trained with `loss: frames` do not provide times."""
         return self.recogniser.states is None
 
     def transcribe(self, waveform: Waveform, rate: int) -> Transcript:
-        """Transcribe a recording `[T]` or `[channels, T]` (averaged), sampled at `rate` Hz.
+        """Transcribe a recording sampled at `rate` Hz: `[T]`, or `[channels, T]`, whose channels are averaged.
 
-        Floating-point samples are in [-1, 1]; integers of 16 or 32 bits are scaled.
+        Floating-point samples are in [-1, 1]; 16-bit and 32-bit integers are scaled to that range.
 
         Raises:
-            DataError: The audio is empty or not finite, or its shape or rate is impossible.
+            DataError: The audio is empty or not finite, or its shape or rate is invalid.
         """
         samples = mono(waveform).detach().cpu().numpy()
         segments = tuple(segment for some in self.stream([samples], rate) for segment in some)
@@ -230,22 +233,22 @@ class Transcriber:
     def stream(
         self, blocks: Iterable[NDArray[np.float32]], rate: int, together: Seconds = TOGETHER
     ) -> Iterator[list[Segment]]:
-        """The segments of audio that comes in blocks `[T]` of one channel, in bounded memory.
+        """Yield the transcribed segments of single-channel audio that arrives in blocks `[T]`, in bounded memory.
 
-        Segments of up to `together` seconds are decoded and yielded together.
+        Segments that total up to `together` seconds are decoded and yielded together.
         """
         for some in gathered(self.pieces(blocks, rate), together * self.rate):
             yield self.decode(some)
 
     def pieces(self, blocks: Iterable[NDArray[np.float32]], rate: int) -> Iterator[Piece]:
-        """The audio of the segments, at the rate of the recogniser."""
+        """Yield the audio of each segment at the recogniser's sampling rate."""
         segmenter = self._segmenter(rate)
         for block in blocks:
             yield from segmenter.feed(block)
         yield from segmenter.end()
 
     def live(self, rate: int) -> Live:
-        """Transcribe audio while it is spoken."""
+        """Start to transcribe live speech, sampled at `rate` Hz."""
         return Live(self, self._segmenter(rate))
 
     def _segmenter(self, rate: int) -> Segmenter:
@@ -254,7 +257,7 @@ class Transcriber:
         return Segmenter(self.rate, chosen if self.has_times else replace(chosen, overlap=0.0), rate)
 
     def decode(self, pieces: Sequence[Piece]) -> list[Segment]:
-        """Transcribe pieces of audio at the recogniser's rate, in batches of similar lengths."""
+        """Transcribe pieces of audio at the recogniser's sampling rate, in batches of pieces with similar lengths."""
         found: dict[int, Segment] = {}
         for batch in by_duration(np.array([len(each.samples) for each in pieces]) / self.rate, _BATCH):
             decoded = self._decode_batch([pieces[place] for place in batch])
@@ -272,8 +275,8 @@ class Transcriber:
         ]
 
     def timed(self, samples: NDArray[np.float32], text: str) -> tuple[Word, ...]:
-        """The words of a recording `[T]` at the recogniser's rate, whose text is known, with the times at which CTC
-        hears them.
+        """The words of a recording `[T]` whose text is known, with the times at which CTC hears them. The recording is
+        at the recogniser's sampling rate.
 
         Raises DataError for a text that is empty, has more tokens than CTC has frames, or contains an unknown token.
         """
@@ -308,10 +311,10 @@ class Transcriber:
         return Segment(round(start, 3), round(end, 3), " ".join(text.split()), words)
 
     def _words(self, piece: Piece, log_probs: NDArray[np.float32], emissions: Sequence[Emission]) -> Iterator[Word]:
-        """The words of a piece of audio whose tokens CTC emits in `log_probs` `[T', V]`.
+        """Yield the words of a piece of audio with their times, from CTC's `log_probs` `[T', V]` and its emissions.
 
-        A word begins where its first token begins on the best path without blanks. Next to a pause, it begins and ends
-        with its sound.
+        A word begins where its first token begins on the best path without blanks. A word next to a pause begins or
+        ends where its sound does.
         """
         tokenizer, seconds, offset = self.recogniser.tokenizer, self.recogniser.output_seconds, piece.start / self.rate
         words = words_in(emissions, tokenizer.names)
@@ -321,7 +324,7 @@ class Transcriber:
         begin_of = dict(zip(emissions, places, strict=True))
         begins = [begin_of[word[0]] * seconds for word in words]
         firsts = [word[0].first * seconds for word in words]
-        begins[0] = firsts[0]  # the first token has all frames before it
+        begins[0] = firsts[0]  # the path assigns all earlier frames to the first token
         lasts = [(word[-1].last + 1) * seconds for word in words]
         for word, (start, end) in zip(words, _placed(begins, firsts, lasts, piece.samples, self.rate), strict=True):
             if text := tokenizer.decode([each.token for each in word]).strip():
@@ -331,11 +334,11 @@ class Transcriber:
 
 
 class Live:
-    """Transcribes audio while it is spoken. `Transcriber.live` makes one.
+    """Transcribes live speech. `Transcriber.live` returns a `Live`.
 
-    The partial text of a streaming model comes from its stream, which hears each sample of a segment once. With any
-    other model, the segment that has not ended is decoded repeatedly, at increasing intervals. A segment that has ended
-    is decoded as in a recording, so that its text and its times do not depend on the blocks.
+    A streaming model processes each sample of the current segment once to produce the partial text. With any other
+    model, the current segment is decoded repeatedly, at increasing intervals. A completed segment is decoded as part of
+    a recording would be, so that its text and times do not depend on how the audio is divided into blocks.
     """
 
     def __init__(self, transcriber: Transcriber, segmenter: Segmenter) -> None:
@@ -343,13 +346,13 @@ class Live:
         self._segmenter = segmenter
         self._is_streamed = can_stream(transcriber.recogniser)
         self._stream: Stream | None = None
-        self._start = self._heard = 0  # samples before the first that the stream heard, and those that it heard
+        self._start = self._heard = 0  # position of the first sample that the stream heard; number of samples it heard
         self._partial = ""
-        self._next = 0  # samples after which to decode
+        self._next = 0  # number of samples at which to decode again
 
     def feed(self, samples: NDArray[np.float32], with_partial: bool = True) -> Update:
-        """The segments and the partial text after the next samples `[T]`, in [-1, 1]. Without `with_partial`, the
-        partial text may be older."""
+        """Add the next samples `[T]`, in [-1, 1], and return the completed segments and the partial text. If
+        `with_partial` is false, the partial text may be out of date."""
         final = tuple(self._transcriber.decode(self._segmenter.feed(checked(samples, "audio"))))
         if (pending := self._segmenter.pending) is not None:
             pending = pending.own
@@ -362,12 +365,12 @@ class Live:
         return Update(final, self._partial)
 
     def end(self) -> Update:
-        """The last segments. Nothing can be fed afterwards."""
+        """End the audio, and return the last segments. No samples can be fed afterwards."""
         return Update(tuple(self._transcriber.decode(self._segmenter.end())))
 
     def _streamed(self, pending: Piece) -> str:
-        """The text of the complete chunks; nothing that has been heard is heard again."""
-        moved = abs(pending.start - self._start)  # with more sound, another beginning may be found
+        """The text of the complete chunks. The stream does not process samples again that it has already heard."""
+        moved = abs(pending.start - self._start)  # with more audio, the segmenter may find a different beginning
         if self._stream is None or moved > min(_MOVED * self._transcriber.rate, self._heard):
             self._stream, self._start, self._heard = Stream(self._transcriber.recogniser), pending.start, 0
         new = pending.samples[self._start + self._heard - pending.start :]
@@ -375,7 +378,7 @@ class Live:
         return " ".join(self._stream.accept(torch.from_numpy(new)).split())
 
     def _decoded(self, pending: Piece) -> str:
-        """The text of the whole pending segment, or the previous text while it is recent."""
+        """The text of the whole pending segment, or the previous text if it is recent enough."""
         if self._segmenter.taken < self._next:
             return self._partial
         pause = max(_OFTEN * self._transcriber.rate, _GROWTH * len(pending.samples))
@@ -384,10 +387,11 @@ class Live:
 
 
 def beginnings(log_probs: NDArray[np.float32], tokens: Sequence[int]) -> NDArray[np.int64]:
-    """The frame in which each of the tokens begins, `[N]`, on the best path through `[T, V]` without blanks.
+    """The frames `[N]` in which the tokens begin on the best path without blanks through log-probabilities `[T, V]`.
 
-    A frame belongs to the token that is likelier in it, however unlikely both are beside the blank. In a network that
-    emits tokens late or for one frame only, this locates their sound better than the frames of their emission.
+    A frame belongs to whichever adjacent token is likelier in it, even if both are far less likely than the blank. For
+    a network that emits tokens late or in single frames, these frames locate the sound of a token better than the
+    frames in which the network emits it.
     """
     path = path_of(log_probs[:, tokens], np.zeros(len(tokens), bool))
     return np.searchsorted(path, np.arange(len(tokens)))
@@ -400,8 +404,8 @@ def _placed(
     samples: NDArray[np.float32],
     rate: int,
 ) -> list[tuple[Seconds, Seconds]]:
-    """The words' beginnings and ends, from the sound: CTC hears words begin at `begins`, and emits their last tokens by
-    `lasts`."""
+    """The beginnings and ends of words, refined by pauses in the audio. According to CTC, words begin at `begins`, and
+    their last tokens are emitted by `lasts`."""
     (quiet, seconds), total = quiet_stretches(samples, rate), len(samples) / rate
     pauses = quiet[quiet[:, 1] - quiet[:, 0] >= _SHORTEST] * seconds
     is_long = pauses[:, 1] - pauses[:, 0] >= _PAUSE - seconds / 2
@@ -419,6 +423,6 @@ def _placed(
         edges.append(begin)
     after = pauses[(pauses[:, 1] > lasts[-1]) & (is_long | (pauses[:, 1] > total - 1.5 * seconds))]
     end = max(float(after[0, 0]), lasts[-1]) if len(after) else total
-    edges.append((end + total) / 2 if total - end < _PAUSE else end)  # a weak consonant, or a pause: half of it each
+    edges.append((end + total) / 2 if total - end < _PAUSE else end)  # the rest is a weak consonant or a pause
     times = np.minimum(np.maximum.accumulate(edges), total).tolist()
     return list(zip(times[::2], times[1::2], strict=True))

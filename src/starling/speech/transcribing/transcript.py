@@ -1,4 +1,4 @@
-"""What was said, and when; as text, JSON, subtitles and CTM."""
+"""Transcripts with times, and their output as text, JSON, subtitles and CTM."""
 
 import html
 import json
@@ -32,34 +32,34 @@ class Word:
     text: str
     """The word, as the model writes it."""
     start: Seconds
-    """The beginning, in seconds from that of the recording."""
+    """Beginning of the word, in seconds from the beginning of the recording."""
     end: Seconds
-    """The end, in seconds from the beginning of the recording."""
+    """End of the word, in seconds from the beginning of the recording."""
     confidence: float
-    """From 0 to 1: the geometric mean of what the network gives the word's tokens."""
+    """Geometric mean, from 0 to 1, of the probabilities that the network gives the word's tokens."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Speech between two pauses, which was decoded as a whole."""
+    """A stretch of speech between two pauses, decoded as a whole."""
 
     start: Seconds
-    """The beginning, in seconds from that of the recording."""
+    """Beginning of the segment, in seconds from the beginning of the recording."""
     end: Seconds
-    """The end, in seconds from the beginning of the recording."""
+    """End of the segment, in seconds from the beginning of the recording."""
     text: str
-    """All words of the segment, in one line."""
+    """All words of the segment, on one line."""
     words: tuple[Word, ...] | None
-    """None: the model gives no times, because it was trained frame by frame."""
+    """The words with their times; None if the model provides no times because it was trained with `loss: frames`."""
 
     @property
     def confidence(self) -> float | None:
-        """The mean confidence of the words; None without words."""
+        """The mean confidence of the words; None if there are no words."""
         return sum(word.confidence for word in self.words) / len(self.words) if self.words else None
 
     def as_json(self) -> dict[str, object]:
-        """`{"start", "end", "text", "confidence", "words": [{"text", "start", "end", "confidence"}]}`; `words` is null
-        for a model without times, `confidence` without words."""
+        """The segment as `{"start", "end", "text", "confidence", "words": [{"text", "start", "end", "confidence"}]}`.
+        `words` is null if the model provides no times; `confidence` is null if there are no words."""
         mean = None if self.confidence is None else round(self.confidence, 4)
         words = None if self.words is None else [asdict(word) for word in self.words]
         return {"start": self.start, "end": self.end, "text": self.text, "confidence": mean, "words": words}
@@ -67,28 +67,28 @@ class Segment:
 
 @dataclass(frozen=True)
 class Transcript:
-    """What was said in a recording."""
+    """The transcript of a recording."""
 
     segments: tuple[Segment, ...]
-    """In order; stretches without speech belong to none."""
+    """The segments, in order. Stretches without speech belong to no segment."""
     seconds: Seconds
     """Length of the recording."""
     note: str = ""
-    """What the user of the recording should know, such as that a part of it is missing."""
+    """A remark for the user about the recording, for example that a part of it is missing."""
 
     @property
     def text(self) -> str:
-        """The whole text, in one line."""
+        """The whole text, on one line."""
         return " ".join(segment.text for segment in self.segments if segment.text)
 
     @property
     def words(self) -> tuple[Word, ...]:
-        """All words, in order; none of segments without times."""
+        """All words that have times, in order."""
         return tuple(word for segment in self.segments for word in segment.words or ())
 
     def as_json(self, name: str) -> dict[str, object]:
-        """`{"file": name, "seconds", "text", "segments": [...]}`, with times in seconds; and `"note"`, if there is
-        one."""
+        """The transcript as `{"file": name, "seconds", "text", "segments": [...]}`, with times in seconds, and with
+        `"note"` if there is a note."""
         note = {"note": self.note} if self.note else {}
         segments = [segment.as_json() for segment in self.segments]
         return {"file": name, "seconds": round(self.seconds, 3), "text": self.text, **note, "segments": segments}
@@ -96,22 +96,22 @@ class Transcript:
 
 @dataclass(frozen=True)
 class Update:
-    """What a live transcription has found so far."""
+    """The result of a live transcription since the last update."""
 
     final: tuple[Segment, ...] = ()
-    """Segments that have ended since the last update; their text does not change any more."""
+    """Segments that have ended since the last update. Their text is final."""
     partial: str = ""
-    """The text so far of the segment that has not ended."""
+    """The text so far of the segment that has not ended yet."""
 
     def as_json(self) -> dict[str, object]:
-        """`{"final": [...], "partial"}`."""
+        """The update as `{"final": [...], "partial"}`."""
         return {"final": [segment.as_json() for segment in self.final], "partial": self.partial}
 
 
 def formatted(transcript: Transcript, form: str, name: str) -> str:
-    """A transcript in one of the `FORMATS`. `name` is the recording's, in JSON and CTM.
+    """A transcript in one of the `FORMATS`. `name` is the recording's name in JSON and CTM.
 
-    Raises DataError for CTM of words without times.
+    Raises DataError if the format is CTM and words have no times.
     """
     if form == "txt":
         return "".join(f"{segment.text}\n" for segment in transcript.segments if segment.text)
@@ -127,7 +127,7 @@ def formatted(transcript: Transcript, form: str, name: str) -> str:
 
 
 def _ctm_lines(transcript: Transcript, name: str) -> Iterator[str]:
-    """`NAME CHANNEL START DURATION WORD CONFIDENCE`; spaces in the name become underscores."""
+    """Yield lines `NAME CHANNEL START DURATION WORD CONFIDENCE`. Spaces in the name become underscores."""
     for segment in transcript.segments:
         if segment.words is None:
             raise DataError(
@@ -141,7 +141,8 @@ def _ctm_lines(transcript: Transcript, name: str) -> Iterator[str]:
 
 
 def _cues(segment: Segment) -> Iterator[Segment]:
-    """A segment as subtitles of at most two lines and seven seconds; as it is where words have no times."""
+    """Divide a segment into subtitles of at most two lines and seven seconds. A segment whose words have no times is
+    not divided."""
     if segment.words is None:
         if segment.text:
             yield segment
@@ -159,7 +160,7 @@ def _cues(segment: Segment) -> Iterator[Segment]:
 
 
 def _cue(words: list[Word]) -> Segment:
-    """Words as one subtitle: a first line of the usual length, and the rest."""
+    """Join words into one subtitle. Its first line has the usual length; its second line has the remaining words."""
     text = " ".join(word.text for word in words)
     first = wrap(text, _LINE_CHARACTERS, break_long_words=False, break_on_hyphens=False)[0]
     lines = f"{first}\n{text[len(first) :].strip()}".strip()
@@ -167,7 +168,7 @@ def _cue(words: list[Word]) -> Segment:
 
 
 def _time(cue: Segment, mark: str) -> str:
-    """`00:00:01,250 --> 00:00:02,000`."""
+    """The times of a subtitle, such as `00:00:01,250 --> 00:00:02,000`."""
 
     def written(seconds: float) -> str:
         minutes, milliseconds = divmod(round(1000 * seconds), 60_000)
