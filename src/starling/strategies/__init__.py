@@ -15,7 +15,7 @@ _KINDS = ("all-reduce", "periodic", "gossip", "server", "shared memory")
 
 
 class _Strategies(Mapping[str, Strategy]):
-    """Starling's own strategies, by kind and name. One is imported when it is asked for, all when they are listed."""
+    """Starling's own strategies, by kind and name. A strategy is imported when it is requested; listing imports all."""
 
     def __init__(self) -> None:
         modules = (each.name for each in iter_modules(__path__) if not each.ispkg)
@@ -39,7 +39,8 @@ class _Strategies(Mapping[str, Strategy]):
 
 
 def _reduced(strategy: Strategy) -> str | tuple[Any, ...]:
-    """How a strategy is pickled: Starling's own by name, any other by its fields."""
+    """The pickled form of a strategy: the name of one of Starling's own strategies, the fields of any other
+    strategy."""
     if REGISTERED.get(strategy.name) is strategy:
         return find_strategy, (strategy.name,)
     return object.__reduce_ex__(strategy, 2)
@@ -55,7 +56,7 @@ _REGISTRY = Registry(
 
 
 def strategy_names() -> list[str]:
-    """The names that need no module: those of Starling's own strategies, then those of installed packages."""
+    """The names of strategies that need no module: Starling's own, followed by those of installed packages."""
     return _REGISTRY.names()
 
 
@@ -64,7 +65,7 @@ def find_strategy(name: str, also: Sequence[str] = ()) -> Strategy:
 
     Args:
         name: What to find.
-        also: Names that the caller accepts besides, for the message about an unknown name.
+        also: Further names that the caller accepts, for the message about an unknown name.
 
     Raises:
         ConfigError: No strategy has this name; the message suggests the nearest one.

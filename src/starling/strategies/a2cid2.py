@@ -21,16 +21,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _STEP_WITHOUT = 0.5
-"""Value of alpha~ with which averaging changes x and x~ alike."""
+"""Value of alpha~ with which averaging changes x and x~ by the same amount."""
 
 
 class Acceleration(Config):
     """The constants of A2CiD2."""
 
     rate: float = Field(gt=0.0)
-    """eta, how fast weights and their companion mix, per averaging round."""
+    """eta, the rate at which weights and their companion mix, per averaging round."""
     step: float = Field(ge=_STEP_WITHOUT)
-    """alpha~, how far a pair moves its companions in units of its difference; the pair itself meets at 1/2."""
+    """alpha~, the distance by which a pair of learners move their companions, in units of their difference; their
+    weights move by 1/2."""
 
 
 class A2Cid2Options(StaleOptions):
@@ -38,7 +39,7 @@ class A2Cid2Options(StaleOptions):
 
     pattern: Pattern = "ring"
     acceleration: Literal["auto"] | Acceleration = "auto"
-    """The constants: `auto`, those of the paper for the pattern's graph, or `rate` and `step`."""
+    """The constants: `auto` computes them from the pattern's graph, as in the paper; `rate` and `step` set them."""
     compression: Rounded = "none"
     """How weights are rounded for sending: `none` or `bfloat16`, with error feedback."""
 
@@ -70,10 +71,10 @@ def _check(options: A2Cid2Options, world: int) -> None:
     check=_check,
 )
 async def a2cid2(me: Learner, options: A2Cid2Options) -> None:
-    """Works as `adpsgd`, with a momentum of averaging: learners on a sparse graph agree sooner, with the same messages.
+    """Adds momentum to the averaging of `adpsgd`: learners on a sparse graph agree sooner, with the same messages.
 
-    Equation, for learner l with weights x, a companion x~ that no message carries, initially x, and delta the change of
-    a round of averaging, sum_j T_jl (x_j - x)::
+    Equation, for learner l with weights x, a companion x~, which is initially x and is never sent, and delta the change
+    that a round of averaging makes, sum_j T_jl (x_j - x)::
 
         in a round       x <- x + delta,          x~ <- x~ + 2 alpha~ delta
         between rounds   dx = eta (x~ - x) dt,    dx~ = eta (x - x~) dt
@@ -83,17 +84,19 @@ async def a2cid2(me: Learner, options: A2Cid2Options) -> None:
     a the step size of the local optimizer; Phi the value of x when the gradient began; eta and alpha~ the constants
     `options.acceleration`. For a pair delta is (x_j - x) / 2, and x~ moves by alpha~ (x_j - x) as in the paper.
 
-    In the paper t is time in units of a gradient, on the clocks of machines that are equally fast. Counted by each
-    learner's own gradients, it would change the mean of all weights wherever speeds differ. All learners take part in
-    the same rounds, so here the sum of all x~ - x stays 0, and averaging still conserves the mean. Time until the next
-    round passes at once when a round ends; in the paper it passes while gradients are computed.
+    In the paper, t is time in units of a gradient, on the clocks of machines that are equally fast. If each learner
+    counted its own gradients instead, averaging would change the mean of all weights whenever speeds differ. Here, t
+    counts rounds, and all learners take part in the same rounds. So the sum of all x~ - x stays 0, and averaging still
+    conserves the mean. The time until the next round passes at once when a round ends; in the paper, it passes while
+    gradients are computed.
 
     Waits:
-        A gradient waits for no other learner, and a round only for the backgrounds of neighbours.
+        To compute a gradient, a learner waits for no other. In a round, it waits only for the backgrounds of its
+        neighbours.
 
     Use when:
-        Learners differ in speed, and their graph is sparse, such as a ring of eight or more. Where any two learners may
-        average, `adpsgd` with a random pattern agrees as fast and is simpler.
+        Learners differ in speed, and their graph is sparse, such as a ring of eight learners or more. If any two
+        learners may average, learners agree as fast under `adpsgd` with a random pattern, which is simpler.
 
     Args:
         me: The learner that runs this coroutine.
@@ -119,16 +122,16 @@ async def a2cid2(me: Learner, options: A2Cid2Options) -> None:
 class AveragingMomentum:
     """The difference y = x~ - x, which is kept instead of x~.
 
-    A step of any optimizer leaves it as it is. From one round to the next, x and x~ move towards each other by
-    c = (1 - exp(-2 eta)) / 2 of it. So a round is::
+    A step of any optimizer leaves y unchanged. From one round to the next, x and x~ move towards each other by the
+    fraction c = (1 - exp(-2 eta)) / 2 of y. So a round is::
 
         y <- y + (2 alpha~ - 1) delta
         x <- x + delta + c y
         y <- (1 - 2 c) y
 
     With alpha~ = 1/2, y is always 0. With `auto` the constants are those of the paper: see
-    `topology.acceleration_constants`. The state of the optimizer, if it is averaged, has no companion. y belongs to a
-    membership, after which it is 0.
+    `topology.acceleration_constants`. If the state of the optimizer is averaged, it has no companion. y belongs to a
+    membership, and is 0 at the beginning of the next one.
     """
 
     def __init__(self, me: Learner, options: A2Cid2Options) -> None:

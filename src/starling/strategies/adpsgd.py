@@ -34,24 +34,26 @@ async def adpsgd(me: Learner, options: AsynchronousOptions) -> None:
         background:  W <- W T_k, as w_l <- w_l + sum_j T_jl (w_j - w_l)
         learner l:   w_l <- w_l - a g_l(Phi_l)
 
-    with W `[P, L]` the weights, one column for each learner, w_l; in the sum those that were sent when the round began,
-    so that a step that is made meanwhile stays; T_k the mixing matrix of round k, given by `options.pattern`: for
-    example `ring` (fixed), `random` (a ring in a new random order each round) or `pairs` (a random perfect matching); a
-    the step size of the local optimizer; Phi_l the value of w_l when the gradient began.
+    with W `[P, L]` the weights, one column for each learner, w_l; the sum uses the weights that were sent when the
+    round began, so that a step that is made meanwhile is not lost; T_k the mixing matrix of round k, given by
+    `options.pattern`: for example `ring` (fixed), `random` (a ring in a new random order each round) or `pairs` (a
+    random perfect matching); a the step size of the local optimizer; Phi_l the value of w_l when the gradient began.
 
-    In the papers the background averages as fast as it can. Here `options.period` limits how often it averages, and
-    `options.max_lag` how far averaging may fall behind, because convergence proofs assume a bound. A learner that has
-    computed so many gradients since its last completed round waits, before the next, for the round under way.
+    In the papers, the background averages as fast as it can. Here, `options.period` limits how often it averages, and
+    `options.max_lag` limits how far averaging may fall behind, because convergence proofs assume a bound. A learner
+    that has computed `max_lag` gradients since its last completed round waits for the round under way before it
+    computes the next gradient.
 
-    With `options.staleness` or `options.scale_by_staleness`, a rule of `strategies/parts/staleness.py` changes g_l or
-    a, by how far or how often averaging has moved w_l from Phi_l.
+    With `options.staleness` or `options.scale_by_staleness`, a rule of `strategies/parts/staleness.py` changes g_l or a
+    according to how far or how often averaging has moved w_l from Phi_l.
 
     Waits:
-        A learner waits for no other's gradient. A round waits for the backgrounds of neighbours, and a learner for its
-        own round under way if it is `max_lag` gradients ahead.
+        A learner waits for no other's gradient. A round waits for the backgrounds of neighbours. A learner that is
+        `max_lag` gradients ahead waits for its own round under way.
 
     Use when:
-        Learners differ in speed, or stall. Among equal learners on fast links `allreduce` makes more of each gradient.
+        Learners differ in speed, or stall. If learners are alike and links are fast, each gradient is worth more under
+        `allreduce`.
 
     Args:
         me: The learner that runs this coroutine.

@@ -1,4 +1,4 @@
-"""Asynchronous elastic averaging: learners step alone, and they and a server's weights draw each other closer."""
+"""Asynchronous elastic averaging: learners step alone, and they and a server's weights move towards each other."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ class AeasgdOptions(Served):
     }
 
     every: int = Field(default=10, ge=1)
-    """H, the steps of each learner from one push to the next."""
+    """H, the number of steps that each learner makes between two pushes."""
     elasticity: float = Field(default=0.9, ge=0.0, le=1.0)
-    """L r: every H steps, a learner and the server draw each other closer by r of their difference, with L workers."""
+    """L r, with L workers; every H steps, a learner and the server move towards each other by the fraction r of their
+    difference."""
 
 
 @registered(
@@ -43,7 +44,7 @@ class AeasgdOptions(Served):
     of=ServedStrategy,
 )
 async def aeasgd(me: Learner, options: AeasgdOptions) -> None:
-    """Each learner steps alone, and every H steps it and a server's weights theta draw each other closer.
+    """Each learner steps alone, and every H steps its weights and a server's weights theta move towards each other.
 
     Equation, for every learner l of L, with every H-th step::
 
@@ -51,25 +52,25 @@ async def aeasgd(me: Learner, options: AeasgdOptions) -> None:
         server:  theta <- theta - D
 
     with a the step size of the local optimizer, and r = `elasticity` / L. All other steps are x_l <- x_l - a g_l(x_l).
-    What learners and theta give each other adds up to nothing: their sum moves by the gradients alone.
+    The changes by D cancel, so only gradients change the sum of theta and the weights of all learners.
 
-    At the end all learners push once more and take theta. A learner that begins alone has no server, and its steps are
-    all there is. When a membership begins, and after a resume, a worker first pushes again the D that may not have
-    arrived. A server takes a push only once.
+    At the end, all learners push once more and adopt theta. A learner that begins alone has no server, and only makes
+    its own steps. When a membership begins, and after a resume, a worker first repeats the push of a D that may not
+    have arrived. A server applies a push only once.
 
-    In the paper a learner asks for theta and answers at once. Here it asks when its gradient begins, so that theta
-    travels while the gradient is computed, and theta may be older by one gradient.
+    In the paper, a learner requests theta and uses it at once. Here, a learner requests theta when it begins a
+    gradient, so theta travels while the gradient is computed, and may be older by one gradient.
 
     Waits:
         No learner waits for another. theta travels while a gradient is computed.
 
     Use when:
         The link is slow, learners differ in speed, and they should explore on their own. theta follows them more slowly
-        than under `async-diloco`. In lockstep it is `easgd`.
+        than under `async-diloco`. In lockstep, the method is `easgd`.
 
     Args:
         me: The learner that runs this coroutine: a worker, a server, or both.
-        options: How often and how strongly they draw each other closer, and where the servers run.
+        options: How often and by how much learners and servers move towards each other, and where the servers run.
 
     References:
         Zhang, Choromanska & LeCun 2015, "Deep learning with Elastic Averaging SGD", arXiv 1412.6651 (Algorithm 1;

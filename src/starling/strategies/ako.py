@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DROPPED = ("k", "acc")
-"""Attributes that are dropped with a membership: `known` includes a part under way, both where it was sent and where it
-arrived."""
+"""Attributes that are dropped with a membership: `known` includes a part under way, both on the learner that sent it
+and on the learner at which it arrived."""
 
 
 class AkoOptions(RoundOptions):
     """The options of `ako`."""
 
     parts: int = Field(default=4, ge=1)
-    """p, the parts of the weights, of which a learner sends one in each round."""
+    """p, the number of parts of the weights; a learner sends one part in each round."""
     combine: Literal["mean", "sum"] = "mean"
-    """Whether the learners' steps are averaged, each as 1/L of itself, or added up, as in the paper."""
+    """Whether the learners' steps are averaged, each scaled by 1/L (`mean`), or added up, as in the paper (`sum`)."""
 
 
 @gossip(
@@ -49,25 +49,26 @@ async def ako(me: Learner, options: AkoOptions) -> None:
     the value of w_l when the gradient began; s = 1 if steps are added up, and 1/L if they are averaged. Each step
     reaches every learner exactly once, within p rounds. At the end, all learners send what is left.
 
-    With p = 1, averaging, learners of one speed, plain SGD and a round for each gradient, this is `allreduce` one step
-    late: learner l computes its gradient k + 1 where its own gradients up to k and those of the others up to k - 1 have
-    been applied, each with the rate a / L. `sparta` sends parts of the weights instead of what changed them, and waits;
-    `streaming-diloco` sends each part once in H steps.
+    With p = 1, averaging, learners of equal speed, plain SGD and one round for each gradient, this is `allreduce` one
+    step late: learner l computes its gradient k + 1 at weights to which its own gradients up to k and those of the
+    others up to k - 1 have been applied, each with the rate a / L. Under `sparta`, learners send parts of the weights
+    instead of their changes, and wait for each other; under `streaming-diloco`, they send each part once in H steps.
 
     In the paper, learners accumulate gradients, and the receiver multiplies them by its learning rate. Here a learner
     accumulates the steps of its own optimizer, so that momentum and Adam work as usual. With plain SGD and a constant
-    learning rate, the two are the same.
+    learning rate, both methods are the same.
 
-    A learner keeps its weights without acc_l as one vector. Between rounds it is the same on all learners, unless a
-    lost learner has reached only some of them, so each membership begins with its mean over the learners that have one.
+    A learner keeps its weights without acc_l as one vector. Between rounds, this vector is the same on all learners,
+    unless only some of them have received the last messages of a lost learner. So each membership begins with the mean
+    of this vector over the learners that have one.
 
     Waits:
-        No learner waits for another's gradient. A learner that is `max_lag` gradients ahead of its round under way
-        waits for that round.
+        No learner waits for another's gradient. A learner that has computed `max_lag` gradients since its last
+        completed round waits for the round under way.
 
     Use when:
-        Learners differ in speed, and a gradient takes longer to send than to compute: each round sends 1/p of it. Each
-        learner sends to all others, so the method suits a small number of learners.
+        Learners differ in speed, and sending a gradient takes longer than computing it: in each round, a learner sends
+        only 1/p of its accumulated steps. It sends to all others, so the method suits a small number of learners.
 
     Args:
         me: The learner that runs this coroutine.
@@ -129,6 +130,6 @@ async def _what_all_know(me: Learner) -> Tensor:
 
 
 async def _of_all(me: Learner, vector: Tensor) -> list[Tensor]:
-    """The vectors that all learners pass as `vector`, in the order of ranks, so that sums have the same bits."""
+    """The vectors that all learners pass as `vector`, in rank order, so that sums of them are bit-identical."""
     exchanges = [me.exchange(peer, vector, tag=0) if peer != me.rank else None for peer in range(me.world)]
     return [vector if each is None else await each for each in exchanges]

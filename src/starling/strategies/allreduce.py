@@ -14,7 +14,7 @@ class AllReduceOptions(Config):
 
 
 class CompressingStrategy(Strategy):
-    """Tells engines whether its gradients travel encoded."""
+    """A strategy that tells engines whether its gradients are sent encoded."""
 
     def compresses_gradients(self, options: Config) -> bool:
         return is_compressed(options)
@@ -39,16 +39,16 @@ async def allreduce(me: Learner, options: AllReduceOptions) -> None:
     with w the weights, the same on all learners; a the step size of the local optimizer; g_j the gradient of learner
     j's mini-batch. Also known as SSGD, SC-PSGD and BSP.
 
-    On the `processes` engine learners on one machine average in shared memory. Otherwise torch's
-    DistributedDataParallel computes the mean while backward is still running. With `compression` learners encode their
-    gradients, after backward, and the mean is that of the decoded gradients.
+    On the `processes` engine, learners on one machine average in shared memory. Otherwise, torch's
+    DistributedDataParallel computes the mean while the backward pass is still running. With `compression`, learners
+    encode their gradients after the backward pass, and average the decoded gradients.
 
     Waits:
-        Every learner waits for the slowest one, in each step.
+        Every learner waits for the slowest one in each step.
 
     Use when:
-        Learners are about equally fast, and a gradient is sent in less time than it is computed. It is the baseline of
-        every comparison, because its result does not depend on timing.
+        Learners are about equally fast, and sending a gradient takes less time than computing it. The strategy is the
+        baseline of every comparison, because its result does not depend on timing.
 
     Args:
         me: The learner that runs this coroutine.

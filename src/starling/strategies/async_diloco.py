@@ -1,4 +1,4 @@
-"""Asynchronous DiLoCo: learners step alone, and a server with delayed Nesterov momentum takes their changes."""
+"""Asynchronous DiLoCo: learners step alone, and a server applies their changes with delayed Nesterov momentum."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ class AsyncDilocoOptions(Served):
     }
 
     every: int = Field(default=100, ge=1)
-    """H, the steps of the fastest learner from one push to the next."""
+    """H, the number of steps that the fastest learner makes between two pushes."""
     by_speed: bool = True
-    """Whether each learner's H is in proportion to its speed; otherwise all make the same number of steps."""
+    """Whether each learner's H is proportional to its speed; otherwise, all learners make the same number of steps."""
     rate: float = Field(default=0.1, gt=0.0)
     """eta, the rate of the server's optimizer."""
     momentum: float = Field(default=0.9, ge=0.0, lt=1.0)
     """beta, the momentum of the server's optimizer."""
     delay: int | None = Field(default=None, ge=1)
-    """N, the pushes from one change of the momentum to the next; null: the number of workers."""
+    """N, the number of pushes between two changes of the momentum; null: the number of workers."""
     spread: float = Field(default=0.0, ge=0.0, le=1.0)
-    """c, the share of the momentum's step that each push makes, at most 1/N; the rest is made with each N-th push."""
+    """c, the share of the momentum's step that is made with each push, at most 1/N; the rest is made with each N-th
+    push."""
 
     def pushes(self, world: int) -> int:
         """N, with its default."""
@@ -59,7 +60,7 @@ def _check(options: AsyncDilocoOptions, world: int) -> None:
     of=ServedStrategy,
 )
 async def async_diloco(me: Learner, options: AsyncDilocoOptions) -> None:
-    """Each learner steps alone, and every H steps pushes its change to a server that keeps theta.
+    """Each learner steps alone, and every H steps it pushes its change to a server that keeps theta.
 
     Equation, for every learner l of L, with theta_l the theta that it pulled last::
 
@@ -71,21 +72,22 @@ async def async_diloco(me: Learner, options: AsyncDilocoOptions) -> None:
                                theta <- theta - eta ((1 - c N + c) beta m + D / N)
 
     with a the step size of the local optimizer, whose own state stays with each learner; m and B the server's momentum
-    and sum, initially 0; eta, beta, N and c the options `rate`, `momentum`, `delay` and `spread`. The momentum takes N
-    pushes at once, because momentum multiplies the staleness of each of them. With `by_speed` a learner's H is H n_l /
-    max_j n_j, n_l being the steps that it has pushed.
+    and sum, initially 0; eta, beta, N and c the options `rate`, `momentum`, `delay` and `spread`. The momentum includes
+    N pushes at once, because momentum multiplies the staleness of each push. With `by_speed`, the number of steps of
+    learner l is H n_l / max_j n_j, with n_l the number of steps that it has pushed.
 
-    At the end all learners push once more and take theta. A learner that begins alone has no server, and its steps are
-    all there is. When a membership begins, and after a resume, a worker first pushes its unpushed change, theta_l -
-    x_l. A server takes a push only once.
+    At the end, all learners push once more and adopt theta. A learner that begins alone has no server, and only makes
+    its own steps. When a membership begins, and after a resume, a worker first pushes its unpushed change, theta_l -
+    x_l. A server applies a push only once.
 
-    The paper takes each learner's speed as known; here it follows from the pushed steps.
+    The paper assumes that each learner's speed is known; here, it follows from the number of pushed steps.
 
     Waits:
-        No learner waits for another, only for its push to arrive and theta to come back, once in H steps.
+        No learner waits for another. Once in H steps, a learner waits for its push to arrive and for theta to come
+        back.
 
     Use when:
-        The link is slow and learners differ in speed, or stall. If they are alike, take `diloco`: nothing in it is
+        The link is slow, and learners differ in speed or stall. If they are alike, use `diloco`, under which nothing is
         stale.
 
     Args:

@@ -26,12 +26,12 @@ def one_learner(options: Config, world: int) -> int:
 
 
 def always(options: Config) -> bool:
-    """True with any options."""
+    """Return True, whatever the options are."""
     return True
 
 
 def never(options: Config) -> bool:
-    """False with any options."""
+    """Return False, whatever the options are."""
     return False
 
 
@@ -74,8 +74,8 @@ class Strategy:
     options: type[Config] = NoOptions
     """The strategy's options: a subclass of `starling.Config`."""
     check: Callable[[Any, int], None] | None = None
-    """Raises ConfigError if the options do not fit this number of learners; `validate` calls it. None means that all
-    fit."""
+    """Function that raises ConfigError if the options do not fit this number of learners; `validate` calls it. None
+    means that all options fit."""
     averages_gradients: Callable[[Any], bool] = never
     """Whether, with these options, a step uses the mean gradient of a sync group."""
     has_one_model: bool = False
@@ -83,21 +83,23 @@ class Strategy:
     keeps_state: bool = False
     """Whether the strategy keeps a common `Learner.strategy_state`."""
     kind: str = "others"
-    """The heading under which `starling strategies` lists it, such as `gossip`."""
+    """The heading under which `starling strategies` lists the strategy, such as `gossip`."""
     adopts_changes: Callable[[Any], bool] = always
-    """Whether, with these options, a change of the weights between two gradients that is no step of the learner, such
-    as `load_state_dict` in a user's loop, moves the mean of all learners' weights by its own mean. If not, the change
-    would be lost or taken for progress, and the loop's next step refuses it."""
+    """Whether, with these options, the strategy adopts a change of the weights that is not a step of the learner, such
+    as `load_state_dict` between two gradients in a user's loop: the mean of all learners' weights then moves by the
+    mean of the learners' changes. If not, the change would be lost or mistaken for progress, so the loop's next step
+    refuses it."""
     steps_itself: bool = True
     """Whether each gradient of a learner becomes a step of its own optimizer, in the order of its claims."""
 
     def described(self, options: Config) -> str:
-        """The strategy's name and all its options as JSON, which is the same for equal ones; checkpoints contain it."""
+        """The strategy's name and all its options as JSON. The text is the same for equal options; checkpoints contain
+        it."""
         return canonical({"name": self.name, "options": options.model_dump(mode="json")})
 
     def begins_equal(self, options: Config, has_common: bool) -> bool:
-        """Whether all learners must begin with the same weights: they have one model, or common state that begins with
-        their weights because they have none yet (`has_common` False)."""
+        """Whether all learners must begin with the same weights: because they have one model, or because they have no
+        common state yet (`has_common` is False) and will initialise it with their weights."""
         return self.has_one_model or (self.has_common_state(options) and not has_common)
 
     def validate(self, options: Any, world: int) -> None:
@@ -114,7 +116,7 @@ class Strategy:
         return SyncGroups(world, self.sync_group_size(options, world))
 
     def survivors(self, options: Any, world: int, lost: Collection[int]) -> Sequence[int]:
-        """The ranks of those of `world` learners that can continue without the lost ones. Raises PeerLost if none
+        """The ranks of those of `world` learners that can continue without the lost learners. Raises PeerLost if none
         can."""
         return [rank for rank in range(world) if rank not in lost]
 
@@ -123,8 +125,8 @@ class Strategy:
         return self.keeps_state or self.compresses_gradients(options)
 
     def compresses_gradients(self, options: Config) -> bool:
-        """Whether gradients travel encoded with these options, so that a parameter can be without one in their mean
-        although each learner had one."""
+        """Whether gradients are sent encoded with these options, so that a parameter may have no gradient in the mean
+        although every learner had one."""
         return False
 
     def successors(
@@ -162,7 +164,7 @@ class Strategy:
 
 
 REGISTERED: dict[str, Strategy] = {}
-"""Those of Starling's own strategies that have been imported, by name."""
+"""Starling's own strategies that have been imported, by name."""
 
 
 def registered(

@@ -14,18 +14,18 @@ class BmufOptions(Config):
     """The options of `bmuf`."""
 
     every: int = Field(default=50, ge=1)
-    """H, the steps of each learner in a block."""
+    """H, the number of steps that each learner makes in a block."""
     warm_up: int = Field(default=500, ge=0)
-    """Number of first steps of each learner, which all learners make together, as under `allreduce`."""
+    """Number of first steps that all learners make together, as under `allreduce`."""
     rate: float = Field(default=1.0, gt=0.0)
     """zeta, the block learning rate."""
     momentum: float | None = Field(default=None, ge=0.0, lt=1.0)
     """eta, the block momentum; null: 1 - 1/L."""
     nesterov: bool = True
-    """Whether the block momentum is Nesterov's; otherwise it is the classical one."""
+    """Whether the block momentum is Nesterov's; otherwise, it is classical momentum."""
     optimizer_state: OptimizerState = "local"
-    """What an agreement does to momentum and Adam's moments: nothing (`local`), average
-    them (`averaged`) or forget them (`reset`)."""
+    """Effect of an agreement on momentum and Adam's moments: each learner keeps its own (`local`), they are averaged
+    (`averaged`), or they are cleared together with the step count (`reset`)."""
     compression: Compression = "none"
     """How the difference from the last agreement is encoded for sending; errors are fed back."""
 
@@ -47,13 +47,13 @@ async def bmuf(me: Learner, options: BmufOptions) -> None:
                            x_l <- W_g
 
     with x_l the weights of learner l; a the step size of its local optimizer; g_l the gradient of its mini-batch; W_g
-    the model that a block begins with.
+    the model with which a block begins.
 
-    Only W_g is kept here, as theta: theta <- theta + M, or theta <- theta + zeta G + eta M with Nesterov's momentum.
-    Checkpoints and the final model are W_g, which the paper's equations broadcast, and not W.
+    The code keeps only W_g, as theta: theta <- theta + M, or theta <- theta + zeta G + eta M with Nesterov's momentum.
+    Checkpoints and the final model contain W_g, which the paper's equations broadcast, and not W.
 
     Waits:
-        Every learner waits for the slowest one, in each step of the warm-up and then at the end of each block.
+        Every learner waits for the slowest one in each step of the warm-up, and later at the end of each block.
 
     Use when:
         An acoustic model is trained on 4 to 64 learners with slow links: the paper reports near-linear speed-ups.

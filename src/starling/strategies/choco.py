@@ -19,11 +19,12 @@ class ChocoOptions(MixingOptions):
     """The options of `choco`. Its pattern must have the same neighbours in each step."""
 
     compression: Differences = "int8"
-    """C, the encoding of changes in weights: `int8`, `int4`, or the largest numbers alone, `top_k`."""
+    """C, the encoding of changes in weights: `int8`, `int4`, or only the largest numbers (`top_k`)."""
     consensus_rate: float = Field(default=1.0, gt=0.0, le=1.0)
-    """gamma, the share of a round's change that is applied. The coarser the encoding, the smaller it must be."""
+    """gamma, the fraction of a round's change that is applied. The coarser the encoding, the smaller it must be."""
     order: Order = "at-once"
-    """Whether neighbours average during the gradient, or after the step with it, as in the paper."""
+    """Whether neighbours average while they compute their gradients (`at-once`), or after the step, as in the paper
+    (`adapt-first`)."""
 
 
 @gossip(
@@ -42,23 +43,23 @@ async def choco(me: Learner, options: ChocoOptions) -> None:
 
     with W `[P, L]` the weights, one column for each learner; Y `[P, L]` their public copies, which neighbours know
     because they have received each Q; C the encoding; T the mixing matrix, given by `options.pattern`; gamma
-    `options.consensus_rate`; a the step size of the local optimizers; g `[P, L]` the gradients, each taken at its own
-    column. With `order: adapt-first` W is first replaced by W - a g(W), as in the paper; with `at-once`, the exchange
-    takes place during the gradient.
+    `options.consensus_rate`; a the step size of the local optimizers; g `[P, L]` the gradients, each computed at its
+    own column. With `order: adapt-first`, W is first replaced by W - a g(W), as in the paper; with `at-once`, the
+    exchange takes place while gradients are computed.
 
-    Whatever C leaves out stays in W - Y, and is sent later: without gradients, all learners reach the exact mean. In
-    the first step of a membership Q is W, as float32; in the paper Y begins at 0.
+    The part that C leaves out stays in W - Y, and is sent later: without gradients, all learners reach the exact mean.
+    In the first step of a membership, Q is W, as float32; in the paper, Y begins at 0.
 
     Waits:
-        Neighbours wait for each other, in each step.
+        Neighbours wait for each other in each step.
 
     Use when:
-        Learners are about equally fast, and the links between them too slow for the weights of `dpsgd`. Strong
-        encodings need a smaller gamma, which must be tuned.
+        Learners are about equally fast, and the links between them are too slow for the weights that `dpsgd` sends.
+        Strong encodings need a smaller gamma, which must be tuned.
 
     Args:
         me: The learner that runs this coroutine.
-        options: Which learners are neighbours, how changes are encoded, and how much of them is made.
+        options: Which learners are neighbours, how changes are encoded, and which fraction of a change is applied.
 
     References:
         Koloskova et al. 2019, "Decentralized Stochastic Optimization and Gossip Algorithms with Compressed

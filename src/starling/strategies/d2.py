@@ -21,7 +21,7 @@ def _check(options: D2Options, world: int) -> None:
 
 @gossip("d2", "average with neighbours after each step, corrected for unequal data", D2Options, check=_check)
 async def d2(me: Learner, options: D2Options) -> None:
-    """A learner adds to each step what the last averaging with its neighbours changed (D2, exact diffusion).
+    """A learner adds to each step the change that the last averaging with its neighbours made (D2, exact diffusion).
 
     Equation, for all learners together, with S = (I + T) / 2 and the first step X_1 = (X_0 - a g_0) S::
 
@@ -29,21 +29,23 @@ async def d2(me: Learner, options: D2Options) -> None:
 
     with X_k `[P, L]` the weights at step k, one column for each learner; T the mixing matrix, symmetric and the same in
     each step, given by `options.pattern`; a the step size of the local optimizers; g_k `[P, L]` the gradients, each
-    taken at its own column of X_k. It is written as::
+    computed at its own column of X_k. The code uses the form::
 
         X_(k+1) = (X_k - a g_k + C) S,  C = X_k - (X_(k-1) - a g_(k-1)),  initially 0
 
-    The columns of C add up to the zero vector, and X_k - a g_k is the step of the local optimizer, whatever it is.
+    The columns of C add up to the zero vector, and X_k - a g_k are the weights after the step of the local optimizer,
+    whichever optimizer it is.
 
     S has no negative eigenvalue, as in exact diffusion; D2 allows T itself if its eigenvalues are above -1/3. In a new
-    membership C is 0 again.
+    membership, C is 0 again.
 
     Waits:
-        Neighbours wait for each other, in each step, after their gradients.
+        In each step, neighbours wait for each other after they have computed their gradients.
 
     Use when:
         Learners have different data: unlike `dpsgd`, it reaches the exact optimum with a constant learning rate.
-        Neighbours must be the same in each step; `gradient-tracking` takes any pattern, for twice the bytes.
+        Neighbours must be the same in each step; `gradient-tracking` works with any pattern, but sends twice as many
+        bytes.
 
     Args:
         me: The learner that runs this coroutine.

@@ -14,18 +14,18 @@ async def delay_by_one(me: Learner) -> None:
 
         w_l <- (1/L) sum_j w_j  -  a g_l(w_l)
 
-    with w_l the weights of learner l; a the step size of its local optimizer; g_l the gradient of its mini-batch. The
-    steps of other learners arrive one step late.
+    with w_l the weights of learner l; a the step size of its local optimizer; g_l the gradient of its mini-batch. A
+    learner receives the steps of the others one step late.
 
     The equation is our definition: the abstracts of the papers, from which we know delay-by-one, do not define it in
     full.
 
     Waits:
-        Every learner waits for the slowest one, in each step, but the average travels while gradients are computed.
+        Every learner waits for the slowest one in each step, but the average travels while gradients are computed.
 
     Use when:
-        Learners are about equally fast, and sending the weights takes about as long as computing a gradient. Steps of
-        others that are one step late cost little if the learning rate is not at its limit.
+        Learners are about equally fast, and sending the weights takes about as long as computing a gradient. Receiving
+        the steps of the others one step late costs little if the learning rate is not at its limit.
 
     Args:
         me: The learner that runs this coroutine.

@@ -43,14 +43,14 @@ async def delayed(me: Learner, options: DelayOptions) -> None:
     j's mini-batch; d `options.delay`. With d = 0 this is `allreduce`.
 
     The first d iterations make no step. The last d gradients are applied one after another at the end, so that each
-    gradient is applied once. A checkpoint has the gradients that wait.
+    gradient is applied once. A checkpoint contains the gradients that have not been applied yet.
 
     Waits:
-        Every learner waits for the slowest one, in each step.
+        Every learner waits for the slowest one in each step.
 
     Use when:
-        Staleness is to be studied apart from the other effects of asynchrony. It is never faster than `allreduce`: for
-        training, take that or `delay-by-one`.
+        You want to study staleness apart from the other effects of asynchrony. This strategy is never faster than
+        `allreduce`: for training, use `allreduce` or `delay-by-one`.
 
     Args:
         me: The learner that runs this coroutine.

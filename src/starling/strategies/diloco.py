@@ -14,14 +14,14 @@ class DiLoCoOptions(Config):
     """The options of `diloco`."""
 
     every: int = Field(default=100, ge=1)
-    """H, the steps of each learner from one agreement to the next; the paper has 500."""
+    """H, the number of steps that each learner makes between two agreements; the paper uses 500."""
     rate: float = Field(default=0.7, gt=0.0)
     """eta, the rate of the outer optimizer."""
     momentum: float = Field(default=0.9, ge=0.0, lt=1.0)
     """beta, the momentum of the outer optimizer."""
     optimizer_state: OptimizerState = "local"
-    """What an agreement does to momentum and Adam's moments: nothing (`local`), average
-    them (`averaged`) or forget them (`reset`)."""
+    """Effect of an agreement on momentum and Adam's moments: each learner keeps its own (`local`), they are averaged
+    (`averaged`), or they are cleared together with the step count (`reset`)."""
     compression: Compression = "none"
     """How the difference from the last agreement is encoded for sending; errors are fed back."""
 
@@ -39,17 +39,16 @@ async def diloco(me: Learner, options: DiLoCoOptions) -> None:
                                 x_l <- theta
 
     with x_l the weights of learner l of L; a the step size of its local optimizer, AdamW in the paper, whose state
-    stays with each learner; g_l the gradient of its mini-batch; D, the outer gradient. With beta = 0 and eta = 1 this
-    is Local SGD.
-
-    With `compression`, theta - x_l travels encoded. The last period ends with the budget.
+    stays with each learner; g_l the gradient of its mini-batch; D, the outer gradient. With beta = 0 and eta = 1, this
+    is Local SGD. With `compression`, learners send theta - x_l encoded. The last period ends when the budget is spent.
 
     Waits:
-        Every learner waits for the slowest one, at each agreement.
+        Every learner waits for the slowest one at each agreement.
 
     Use when:
-        Learners are equally fast and far apart: hundreds of times fewer bytes than `allreduce`. On slower links still,
-        `streaming-diloco` hides the sending; among unequal learners, `async-diloco` does not wait.
+        Learners are equally fast, and the links between them are slow: a learner sends hundreds of times fewer bytes
+        than under `allreduce`. On even slower links, `streaming-diloco` hides the sending. If learners differ in speed,
+        they do not wait for each other under `async-diloco`.
 
     Args:
         me: The learner that runs this coroutine.

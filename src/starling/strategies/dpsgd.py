@@ -23,12 +23,12 @@ class DpsgdOptions(RoundedOptions):
         "consensus_rate": "CHOCO is a strategy of its own: write `name: choco`",
     }
     order: Order = "at-once"
-    """Whether neighbours average during the gradient, or after the step with it."""
+    """Whether neighbours average while they compute their gradients (`at-once`), or after the step (`adapt-first`)."""
 
 
 @gossip("dpsgd", "average with neighbours at each step", DpsgdOptions, check=check_mixing)
 async def dpsgd(me: Learner, options: DpsgdOptions) -> None:
-    """Each learner averages its weights with its neighbours' in each step (D-PSGD).
+    """In each step, each learner averages its weights with those of its neighbours (D-PSGD).
 
     Equation, for all learners together::
 
@@ -36,14 +36,15 @@ async def dpsgd(me: Learner, options: DpsgdOptions) -> None:
         W <- (W - a g(W)) T_k         (order: adapt-first)
 
     with W `[P, L]` the weights, one column for each learner; T_k the mixing matrix of step k, given by
-    `options.pattern`; a the step size of the local optimizers; g `[P, L]` the gradients, each taken at its own column.
+    `options.pattern`; a the step size of the local optimizers; g `[P, L]` the gradients, each computed at its own
+    column.
 
     Waits:
-        Neighbours wait for each other, in each step. With `at-once`, they average during the gradient.
+        Neighbours wait for each other in each step. With `at-once`, they average while they compute their gradients.
 
     Use when:
-        Learners are many and equally fast, and a mean over all would take longer than a gradient. Where learners differ
-        in speed, take `adpsgd`.
+        There are many learners of equal speed, and a mean over all of them would take longer than a gradient. If
+        learners differ in speed, use `adpsgd`.
 
     Args:
         me: The learner that runs this coroutine.

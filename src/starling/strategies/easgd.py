@@ -1,4 +1,4 @@
-"""EASGD: learners and a common centre draw each other closer."""
+"""EASGD: learners and a common centre move towards each other."""
 
 from typing import ClassVar
 
@@ -18,9 +18,9 @@ class EasgdOptions(Config):
 
     MOVED: ClassVar = {"elastic": "learners always keep weights of their own under easgd"}
     every: int = Field(default=10, ge=1)
-    """H, the steps of each learner from one agreement to the next."""
+    """H, the number of steps that each learner makes between two agreements."""
     rate: float = Field(default=0.9, gt=0.0)
-    """eta = L r: at an agreement, a learner moves by eta / L of its difference from the centre."""
+    """eta = L r; at an agreement, a learner moves towards the centre by the fraction eta / L of their difference."""
     compression: Encoded = "none"
     """How the difference from the centre is encoded for sending: none, bfloat16, int8 or int4; errors are fed back."""
 
@@ -41,30 +41,30 @@ def _check(options: EasgdOptions, world: int) -> None:
     adopts_changes=never,
 )
 async def easgd(me: Learner, options: EasgdOptions) -> None:
-    """Each learner steps alone, and every H steps it is drawn to a centre, and the centre to all learners.
+    """Each learner steps alone, and every H steps it moves towards a centre, and the centre towards all learners.
 
-    Equation, for the first step of each period but the first, with theta the centre and r = eta / L::
+    Equation, for the first step of each period except the first period, with theta the centre and r = eta / L::
 
         other steps:  x_l <- x_l - a g_l(x_l)
         this step:    x_l <- x_l - a g_l(x_l) + r (theta - x_l)
                       theta <- theta + r sum_l (x_l - theta)
 
-    all from x_l and theta before the step, with x_l the weights of learner l; a the step size of its local optimizer;
-    g_l the gradient of its mini-batch. Learners keep weights of their own, and explore. At the end the centre makes one
-    more such step, and all learners take it.
+    where the right-hand sides use x_l and theta from before the step, with x_l the weights of learner l; a the step
+    size of its local optimizer; g_l the gradient of its mini-batch. Learners keep their own weights, and explore. At
+    the end, the centre makes one more such step, and all learners adopt it.
 
-    The centre is on all learners: its step is one with the mean of x_l, which travels during the gradient.
+    All learners keep the same centre: its step uses the mean of all x_l, which travels while the gradient is computed.
 
     Waits:
-        A learner waits for the slowest one once in a period, but behind its own gradient.
+        A learner waits for the slowest one once in a period, but only after it has computed its own gradient.
 
     Use when:
-        Averaging the learners' weights outright gives a worse model than any of them, as with long periods on a loss
-        with many minima. `aeasgd` is the asynchronous form, with a server.
+        The average of the learners' weights is a worse model than any of theirs, as with long periods and a loss with
+        many minima. `aeasgd` is the asynchronous form, with a server.
 
     Args:
         me: The learner that runs this coroutine.
-        options: How often learners and centre are drawn together, and by how much.
+        options: How often learners and centre move towards each other, and by how much.
 
     References:
         Zhang, Choromanska & LeCun 2015, "Deep Learning with Elastic Averaging SGD", arXiv 1412.6651.

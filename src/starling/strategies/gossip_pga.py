@@ -11,9 +11,10 @@ class GossipPgaOptions(RoundedOptions):
     """The options of `gossip-pga`."""
 
     every: int = Field(default=16, ge=1)
-    """H: in every H-th step all learners average exactly, in place of neighbours."""
+    """H; in every H-th step, all learners compute their exact mean, instead of averaging with neighbours."""
     order: Order = "at-once"
-    """Whether learners average during the gradient, or after the step with it, as in the paper."""
+    """Whether learners average while they compute their gradients (`at-once`), or after the step, as in the paper
+    (`adapt-first`)."""
 
 
 @gossip(
@@ -23,7 +24,7 @@ class GossipPgaOptions(RoundedOptions):
     check=check_mixing,
 )
 async def gossip_pga(me: Learner, options: GossipPgaOptions) -> None:
-    """Each learner averages its weights with its neighbours' in each step, and with all learners' in every H-th.
+    """In each step, each learner averages its weights with its neighbours, and in every H-th step with all learners.
 
     Equation, for all learners together::
 
@@ -31,17 +32,18 @@ async def gossip_pga(me: Learner, options: GossipPgaOptions) -> None:
         W <- (W - a g(W)) T_k         (order: adapt-first)
         T_k = 1 1^T / L               in every H-th step of a membership
 
-    with W `[P, L]` the weights, one column for each learner; otherwise T_k the mixing matrix of step k, given by
-    `options.pattern`; H `options.every`; a the step size of the local optimizers; g `[P, L]` the gradients, each taken
-    at its own column. With H = 1 it is `delay-by-one`.
+    with W `[P, L]` the weights, one column for each learner; T_k in all other steps the mixing matrix of step k, given
+    by `options.pattern`; H `options.every`; a the step size of the local optimizers; g `[P, L]` the gradients, each
+    computed at its own column. With H = 1 and `order: at-once`, it is `delay-by-one`.
 
-    The means of all are exact whatever the compression. The paper has `order: adapt-first`, and H from 6 to 48.
+    The means over all learners are exact, whatever the compression is. The paper uses `order: adapt-first`, and H from
+    6 to 48.
 
     Waits:
-        Neighbours wait for each other, in each step, and all learners for the slowest in every H-th.
+        Neighbours wait for each other in each step. In every H-th step, all learners wait for the slowest one.
 
     Use when:
-        Learners are equally fast, and under `dpsgd` on a sparse graph, such as a long ring, they would drift apart.
+        Learners are equally fast, but under `dpsgd` they would drift apart on a sparse graph, such as a long ring.
 
     Args:
         me: The learner that runs this coroutine.

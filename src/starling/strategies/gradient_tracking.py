@@ -1,4 +1,4 @@
-"""Gradient tracking: averaging with neighbours, where each steps with an estimate of the mean gradient of all."""
+"""Gradient tracking: learners average with neighbours, and step with an estimate of the mean gradient of all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MOST_AHEAD = 4
-"""Number of its newest steps that a learner can take back."""
+"""Number of its newest steps that a learner can undo."""
 
 
 class GradientTrackingOptions(MixingOptions):
@@ -27,7 +27,7 @@ class GradientTrackingOptions(MixingOptions):
     check=check_mixing,
 )
 async def gradient_tracking(me: Learner, options: GradientTrackingOptions) -> None:
-    """Each learner steps with an estimate of the mean gradient of all, which neighbours average beside their weights.
+    """Each learner steps with an estimate of the mean gradient, which neighbours average together with their weights.
 
     Equation, for all learners together, with g_(-1) = Y_(-1) = 0::
 
@@ -35,19 +35,20 @@ async def gradient_tracking(me: Learner, options: GradientTrackingOptions) -> No
         X_(k+1) = X_k T_k - a Y_k
 
     with X_k `[P, L]` the weights at step k, one column for each learner; Y_k `[P, L]` the estimates; T_k the mixing
-    matrix, given by `options.pattern`; a the step size of the local optimizers; g_k `[P, L]` the gradients, each taken
-    at its own column of X_k. The columns of Y_k and of g_k have the same sum.
+    matrix, given by `options.pattern`; a the step size of the local optimizers; g_k `[P, L]` the gradients, each
+    computed at its own column of X_k. The columns of Y_k and of g_k have the same sum.
 
-    One round of messages carries both vectors, so T_k mixes Y_(k-1); in DIGing T_(k-1) does. A gradient that is not
-    finite makes no step, and g_k is then g_(k-1). In a new membership Y begins again, and `_NewestSteps` corrects the
-    first step.
+    Learners send both vectors in one round of messages, so T_k mixes Y_(k-1); in DIGing, T_(k-1) does. A gradient that
+    is not finite makes no step, and g_k is then g_(k-1). In a new membership, Y begins again, and `_NewestSteps`
+    corrects the first step.
 
     Waits:
-        Neighbours wait for each other, in each step. They average during the gradient.
+        Neighbours wait for each other in each step. They average while they compute their gradients.
 
     Use when:
-        Learners have different data, under any pattern: it reaches the exact optimum with a constant learning rate. It
-        sends twice the bytes of `dpsgd`, and its rate must be smaller than that of `d2`.
+        Learners have different data. The strategy works with any pattern, and reaches the exact optimum with a constant
+        learning rate. Learners send twice as many bytes as under `dpsgd`, and need a smaller learning rate than under
+        `d2`.
 
     Args:
         me: The learner that runs this coroutine.
@@ -88,14 +89,15 @@ async def gradient_tracking(me: Learner, options: GradientTrackingOptions) -> No
 
 
 class _NewestSteps:
-    """The content of a learner's newest steps beside its own gradients, and the correction with which a membership
+    """The content of a learner's newest steps besides its own gradients, and the correction with which a membership
     begins.
 
-    In step k it is X_k (T_k - I) and Y_k - g_k. The columns of each sum to 0 once all learners have made the step. When
-    a membership ends, some may be steps ahead of others, and mini-batches would count twice, or not at all. So at the
-    beginning of the next one, learners compare how many steps each has made. The content of steps that not all
-    survivors have made is then taken back: each learner, including joiners, subtracts the mean over the survivors in
-    its first step. The newest `_MOST_AHEAD` steps of each learner can be taken back.
+    In step k, this content is X_k (T_k - I) and Y_k - g_k. The columns of each of these matrices sum to 0 once all
+    learners have made the step. When a membership ends, some learners may be steps ahead of others, and mini-batches
+    would count twice, or not at all. So at the beginning of the next membership, learners compare how many steps each
+    of them has made. The content of steps that not all survivors have made is then undone: in its first step, each
+    learner, including joiners, subtracts the mean of this content over the survivors. The newest `_MOST_AHEAD` steps of
+    each learner can be undone.
     """
 
     def __init__(self, me: Learner) -> None:
@@ -141,8 +143,8 @@ class _NewestSteps:
         return gradient - correction[1]
 
     def add(self, mixed: list[tuple[slice, Tensor]], excess: Tensor | None) -> None:
-        """Count a step in which averaging changed pieces of the weights, and which contained `excess` `[P]` beside its
-        gradient, or None if its gradient was not finite."""
+        """Count a step in which averaging changed pieces of the weights, and which contained `excess` `[P]` besides its
+        gradient. `excess` is None if the gradient was not finite."""
         _, newest, kept = self._counts.tolist()
         self._counts[0] += 1
         if kept < newest and excess is None:  # the correction is still to be made

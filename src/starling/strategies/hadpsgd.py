@@ -12,7 +12,7 @@ from starling.strategies.parts.mixing import Mixing, one_ahead
 from starling.topology import Topology, find_topology
 
 DROPPED = ("k", "encoder")
-"""Attributes that are dropped with a membership, as in the background of `adpsgd`: a round under way is left out."""
+"""Attributes that are dropped with a membership, as in the background of `adpsgd`: a round under way is abandoned."""
 
 
 class HierarchicalOptions(BackgroundOptions):
@@ -20,7 +20,7 @@ class HierarchicalOptions(BackgroundOptions):
 
     per_node: int = Field(ge=1)
     """Number of learners per super-learner, usually one for each device of a node. Learners 0 to per_node - 1 form the
-    first."""
+    first super-learner."""
 
 
 def _check(options: HierarchicalOptions, world: int) -> None:
@@ -49,7 +49,7 @@ class OfSuperLearners(Strategy):
     of=OfSuperLearners,
 )
 async def hadpsgd(me: Learner, options: HierarchicalOptions) -> None:
-    """A super-learner's learners step together with the mean of their gradients; super-learners average as in `adpsgd`.
+    """A super-learner's learners step together with their mean gradient; super-learners average as under `adpsgd`.
 
     Equation, for super-learners n of G learners each::
 
@@ -65,11 +65,12 @@ async def hadpsgd(me: Learner, options: HierarchicalOptions) -> None:
     the changes at different times: their weights agree up to rounding, and their gradients may be one round apart.
 
     Waits:
-        Inside a super-learner all wait for the slowest, in each step. Between super-learners only backgrounds wait, as
-        under `adpsgd`.
+        Inside a super-learner, all learners wait for the slowest one in each step. Between super-learners, only
+        backgrounds wait, as under `adpsgd`.
 
     Use when:
-        Nodes have several devices: links inside a node are fast, those between nodes slow, or nodes differ in speed.
+        Nodes have several devices, and links inside a node are fast. Links between nodes are slow, or nodes differ in
+        speed.
 
     Args:
         me: The learner that runs this coroutine.

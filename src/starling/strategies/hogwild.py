@@ -14,10 +14,11 @@ class HogwildOptions(Config):
     """The options of `hogwild`."""
 
     piece_megabytes: float = Field(default=16.0, gt=0.0)
-    """Size of the pieces in which the model is read and changed. On the virtual engine other learners may read or
-    change it between two pieces; on the processes engine at any time."""
+    """Maximum size of the pieces in which the model is read and changed. On the virtual engine, other learners may read
+    or change the model only between two pieces; on the processes engine, at any time."""
     scale_by_staleness: bool = False
-    """Divide the learning rate of a step on a piece by the gradient's staleness there, if that is above 1."""
+    """Whether to divide the learning rate of a step on a piece by the gradient's staleness on this piece, if that is
+    above 1."""
 
 
 @registered(
@@ -37,17 +38,17 @@ async def hogwild(me: Learner, options: HogwildOptions) -> None:
         w <- w - a g(Phi)
 
     with w the shared weights; a the step size of the learner's own optimizer; g the gradient of its mini-batch; Phi its
-    copy of w. It reads w piece by piece while others change it, so parts of Phi may be of different ages. A step may
-    overwrite another learner's simultaneous step: such lost updates are rare and are accepted.
+    copy of w. A learner reads w piece by piece while others change it, so parts of Phi may be of different ages. A step
+    may overwrite another learner's simultaneous step: such lost updates are rare and are accepted.
 
-    In the paper gradients are sparse and steps are plain SGD; here neither is required.
+    In the paper, gradients are sparse and steps are those of plain SGD; this strategy requires neither.
 
     Waits:
         No learner waits for another, except once at the end.
 
     Use when:
-        All learners are processes of one user on one Linux machine, and differ in speed. Each reads and changes the
-        whole model for each gradient: if that takes long compared with the gradient, take `adpsgd`.
+        All learners are processes of one user on one Linux machine, and differ in speed. Each learner reads and changes
+        the whole model for each gradient. If this takes long compared with the gradient, use `adpsgd`.
 
     Args:
         me: The learner that runs this coroutine.

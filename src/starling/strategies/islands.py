@@ -15,12 +15,13 @@ class Island(Config):
     """How the learners of a run form islands; the `island:` section of a recipe."""
 
     sharded: int = Field(default=1, ge=1, le=64)
-    """Number of learners that together hold one model: each keeps 1/n of its weights, gradients and optimizer state, by
-    torch's `fully_shard`, and computes mini-batches of its own. With 1, each learner has a model of its own."""
+    """Number of learners that together hold one model: with torch's `fully_shard`, each learner keeps 1/n of the
+    weights, gradients and optimizer state, and computes its own mini-batches. With 1, each learner has its own
+    model."""
     tensor: int = Field(default=1, ge=1, le=64)
-    """Number of learners that together compute one mini-batch: the layers in the model's `tensor_plan` are cut into n
-    parts, by torch's tensor parallelism. Each keeps 1/n of the weights and of the optimizer state. With 1, no layer is
-    cut."""
+    """Number of learners that together compute one mini-batch: torch's tensor parallelism divides the layers in the
+    model's `tensor_plan` into n parts. Each learner keeps 1/n of the weights and of the optimizer state of these
+    layers. With 1, no layer is divided."""
 
     @model_validator(mode="after")
     def _one_dimension(self) -> Self:
@@ -35,15 +36,16 @@ class Island(Config):
 
 
 NO_ISLANDS = Island()
-"""Setting under which each learner has a model of its own."""
+"""Setting under which each learner has its own model."""
 
 
 @dataclass(frozen=True)
 class IslandStrategy(Strategy):
     """A strategy between islands, for engines and recipes, whose learners are the ranks of islands.
 
-    Rank i of an island exchanges with rank i of the others, as one of the learners of `between`. The ranks of an island
-    claim mini-batches together, one each, or under `tensor` one for all. An island that loses a rank is lost.
+    Rank i of an island exchanges messages with rank i of the other islands, as one of the learners of `between`. The
+    ranks of an island claim mini-batches together: one each or, with `tensor`, one for all. An island that loses a rank
+    is lost.
     """
 
     between: Strategy = None  # type: ignore[assignment]
@@ -82,7 +84,7 @@ class IslandStrategy(Strategy):
 
 
 def between_islands(strategy: Strategy, island: Island) -> Strategy:
-    """`strategy` between such islands; `strategy` itself if each island is one learner."""
+    """The strategy that runs `strategy` between such islands; `strategy` itself if each island is one learner."""
     between = strategy.between if isinstance(strategy, IslandStrategy) else strategy
     if island.size == 1:
         return between

@@ -31,10 +31,10 @@ class LocalSgdOptions(Config):
         "feedback": "write `name: sparseloco`",
     }
     every: int = Field(default=8, ge=1)
-    """H, the steps of each learner from one average to the next."""
+    """H, the number of steps that each learner makes between two averages."""
     optimizer_state: OptimizerState = "local"
-    """What an agreement does to momentum and Adam's moments: nothing (`local`), average
-    them (`averaged`) or forget them (`reset`)."""
+    """Effect of an agreement on momentum and Adam's moments: each learner keeps its own (`local`), they are averaged
+    (`averaged`), or they are cleared together with the step count (`reset`)."""
     compression: Compression = "none"
     """How the difference from the last average is encoded for sending; errors are fed back."""
 
@@ -46,24 +46,25 @@ class LocalSgdOptions(Config):
     adopts_changes=lambda options: options.compression == "none",
 )
 async def local_sgd(me: Learner, options: LocalSgdOptions) -> None:
-    """Each learner steps alone, and every H steps all average their weights.
+    """Each learner steps alone, and every H steps all learners average their weights.
 
     Equation, for every learner l of L::
 
         each step:              x_l <- x_l - a g_l(x_l)
         after every H-th step:  x_l <- (1/L) sum_j x_j
 
-    with x_l the weights of learner l; a the step size of its local optimizer, whose state stays with it unless
-    `optimizer_state` says otherwise; g_l the gradient of its mini-batch. With H = 1 and plain SGD this is `allreduce`.
+    with x_l the weights of learner l; a the step size of its local optimizer, whose state stays with the learner unless
+    `optimizer_state` says otherwise; g_l the gradient of its mini-batch. With H = 1 and plain SGD, this is `allreduce`.
 
-    With `compression` learners send theta - x_l, with theta the last average. The last period ends with the budget.
+    With `compression`, learners send theta - x_l, with theta the last average. The last period ends when the budget is
+    spent.
 
     Waits:
-        Every learner waits for the slowest one, at each average.
+        Every learner waits for the slowest one at each average.
 
     Use when:
-        Links are slow and learners about equally fast: H times fewer bytes than `allreduce`. With many steps between
-        two averages learners drift apart; `diloco` tolerates more.
+        Links are slow and learners are about equally fast: a learner sends 1/H of the bytes that it sends under
+        `allreduce`. With many steps between two averages, learners drift apart; `diloco` tolerates more steps.
 
     Args:
         me: The learner that runs this coroutine.

@@ -17,24 +17,24 @@ class NoLoCoOptions(Config):
     """The options of `noloco`."""
 
     every: int = Field(default=50, ge=1)
-    """H, the steps of each learner from one agreement to the next."""
+    """H, the number of steps that each learner makes between two agreements."""
     rate: float = Field(default=0.7, gt=0.0)
     """eta, the rate of the outer optimizer."""
     momentum: float = Field(default=0.5, ge=0.0, lt=1.0)
     """mu, the momentum of the outer optimizer."""
     pull: float | None = Field(default=None, ge=0.0)
-    """gamma, the distance by which theta moves towards the pair's mean of theta; null: eta, for which half of the bytes
-    are enough."""
+    """gamma, how strongly theta is pulled towards the pair's mean of theta; null: eta, which needs half as many bytes
+    as any other value."""
 
 
 @periodic(
     "noloco", "step alone; an outer momentum follows the mean of a random pair", NoLoCoOptions, adopts_changes=never
 )
 async def noloco(me: Learner, options: NoLoCoOptions) -> None:
-    """Each learner steps alone, and every H steps it agrees with one other, drawn at random.
+    """Each learner steps alone, and every H steps it agrees with one other learner, drawn at random.
 
-    Equation, for learner l and its partner, with theta_l the weights that learner l began the period with, m_l its
-    outer momentum, initially 0, and mean(.) over the two::
+    Equation, for learner l and its partner, with theta_l the weights with which learner l began the period, m_l its
+    outer momentum, initially 0, and mean(.) the mean over the two learners::
 
         each step:              x_l <- x_l - a g_l(x_l)
         after every H-th step:  m_l <- mu m_l + eta mean(x - theta) + gamma (mean(theta) - theta_l)
@@ -42,18 +42,18 @@ async def noloco(me: Learner, options: NoLoCoOptions) -> None:
                                 x_l <- theta_l
 
     with x_l the weights of learner l; a the step size of its local optimizer; g_l the gradient of its mini-batch. If
-    the number of learners is odd, the remaining one is a pair with itself. Learners differ even after the last
+    the number of learners is odd, one learner is paired with itself. The learners' weights differ even after the last
     agreement.
 
-    Here m = -eta v, with v <- mu v + D and D = theta_l - mean(x) + (gamma / eta - 1) (theta_l - mean(theta)). In the
-    paper's experiments gamma is eta, and D needs x alone.
+    The code keeps v instead of m, with m = -eta v, v <- mu v + D and D = theta_l - mean(x) + (gamma / eta - 1) (theta_l
+    - mean(theta)). In the paper's experiments, gamma is eta, and D does not depend on mean(theta).
 
     Waits:
-        A learner waits for its partner, at each agreement.
+        At each agreement, a learner waits only for its partner.
 
     Use when:
-        A mean of all learners is slow or fails: many learners, links of unequal speed. Each sends to one
-        other only.
+        A mean over all learners is slow or fails, because there are many learners or links of unequal speed. At an
+        agreement, each learner sends to only one other learner.
 
     Args:
         me: The learner that runs this coroutine.

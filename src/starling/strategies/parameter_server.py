@@ -38,16 +38,19 @@ async def parameter_server(me: Learner, options: ServerOptions) -> None:
 
     `parts/rules.py` gives the equation of each rule.
 
-    Workers clip gradients, since a server sees only a piece. If too few gradients for a sum remain at the end of a run,
-    these make the last step. A non-finite gradient is not sent: it makes no step, and a mean or sum is over the others.
+    Workers clip gradients, because a server sees only a piece of each. If too few gradients for a sum remain at the end
+    of a run, they make the last step. A non-finite gradient is not sent: it makes no step, and a mean or sum contains
+    only the other gradients.
 
     Waits:
-        Under `asynchronous` and `summed` no worker waits for another, except with `staleness_bound` for the slowest.
-        Under `hybrid` each waits for the slowest in each step, under `synchronous` for its turn.
+        Under `asynchronous` and `summed`, no worker waits for another, except for the slowest one with
+        `staleness_bound`. Under `hybrid`, each worker waits for the slowest one in each step. Under `synchronous`, it
+        waits for its turn.
 
     Use when:
-        Workers differ in speed, and one set of momentum and moments should see all gradients. Each server's link
-        carries every worker's gradient: raise `shards` before it is full, or take `adpsgd`.
+        Workers differ in speed, and one optimizer, with one momentum or one set of Adam's moments, should receive all
+        gradients. Each server's link carries every worker's gradient: raise `shards` before the link is saturated, or
+        use `adpsgd`.
 
     Args:
         me: The learner that runs this coroutine: a worker, a server, or both.

@@ -1,4 +1,4 @@
-"""Post-local SGD: synchronous steps first, then steps alone with an average every few of them."""
+"""Post-local SGD: learners first step together, then alone with an average every few steps."""
 
 from typing import ClassVar
 
@@ -17,7 +17,7 @@ class PostLocalSgdOptions(LocalSgdOptions):
 
     MOVED: ClassVar = {name: text for name, text in LocalSgdOptions.MOVED.items() if name != "warm_up"}
     warm_up: int = Field(default=500, ge=0)
-    """K, the first steps of each learner, which all make together."""
+    """K, the number of first steps that all learners make together."""
 
 
 @periodic(
@@ -35,16 +35,18 @@ async def post_local_sgd(me: Learner, options: PostLocalSgdOptions) -> None:
         each later step:        x_l <- x_l - a g_l(x_l)
         after every H-th:       x_l <- (1/L) sum_j x_j
 
-    with x_l the weights of learner l, which are the same on all during the first K steps; a the step size of the local
-    optimizer; g_l the gradient of its mini-batch. Weights change most at first, when learners would drift apart most.
+    with x_l the weights of learner l, which are the same on all learners during the first K steps; a the step size of
+    the local optimizer; g_l the gradient of its mini-batch. Weights change most at first, when learners would drift
+    apart most.
 
-    In the paper the change comes with the first decay of the learning rate. The K steps are never compressed.
+    In the paper, the first K steps end at the first decay of the learning rate. The gradients of these steps are never
+    compressed.
 
     Waits:
-        Every learner waits for the slowest one, in each of the K steps and then at each average.
+        Every learner waits for the slowest one in each of the first K steps, and later at each average.
 
     Use when:
-        `local-sgd` reaches a worse model than `allreduce`, and the first steps can be paid for.
+        `local-sgd` reaches a worse model than `allreduce`, and you can afford the communication of the first K steps.
 
     Args:
         me: The learner that runs this coroutine.

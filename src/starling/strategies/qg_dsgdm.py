@@ -11,9 +11,9 @@ class QgDsgdmOptions(RoundedOptions):
     """The options of `qg-dsgdm`."""
 
     beta: float = Field(default=0.9, ge=0.0, lt=1.0)
-    """Share of the quasi-global momentum in a step."""
+    """beta, the factor of the quasi-global momentum in a step."""
     mu: float = Field(default=0.1, gt=0.0, le=1.0)
-    """Share of the newest change in the quasi-global momentum; 1 minus the paper's mu."""
+    """mu, the share of the newest change in the quasi-global momentum; it is 1 minus the paper's mu."""
 
 
 @gossip(
@@ -23,26 +23,27 @@ class QgDsgdmOptions(RoundedOptions):
     check=check_mixing,
 )
 async def qg_dsgdm(me: Learner, options: QgDsgdmOptions) -> None:
-    """A learner's momentum follows what its step and averaging with neighbours together did to its weights.
+    """A learner's momentum follows the change that its step and averaging with neighbours together make to its weights.
 
     Equation, for all learners together::
 
         X' = (X - a (beta M + g(X))) T_k
         M <- (1 - mu) M + mu (X - X') / a
 
-    with X `[P, L]` the weights, one column for each learner, and X' those after the step; M `[P, L]` the momenta,
-    initially 0; T_k the mixing matrix of step k, given by `options.pattern`; a the learning rate; g `[P, L]` the
-    gradients, each taken at its own column. With beta = 0 this is `dpsgd` with `order: adapt-first`.
+    with X `[P, L]` the weights, one column for each learner, and X' the weights after step and averaging; M `[P, L]`
+    the momenta, initially 0; T_k the mixing matrix of step k, given by `options.pattern`; a the learning rate;
+    g `[P, L]` the gradients, each computed at its own column. With beta = 0, this is `dpsgd` with
+    `order: adapt-first`.
 
-    The paper's mu is 1 - mu here. On Starling's own engines a is in units of its peak, and M in units of 1 / peak: a M
-    is the same. Clipping limits g alone. A gradient that is not finite counts as 0.
+    The paper's mu is 1 minus the mu used here. On Starling's own engines, a is measured in units of its peak, and M in
+    units of 1 / peak, so a M is the same. Clipping limits only g. A gradient that is not finite counts as 0.
 
     Waits:
-        Neighbours wait for each other, in each step, after their gradients.
+        In each step, neighbours wait for each other after they have computed their gradients.
 
     Use when:
-        Learners have different data, and momentum is wanted: a learner's own would follow its own data. The local
-        optimizer should have none.
+        Learners have different data, and you want momentum: the momentum of a local optimizer would follow the data of
+        its learner. The local optimizer should have no momentum.
 
     Args:
         me: The learner that runs this coroutine.

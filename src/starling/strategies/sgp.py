@@ -1,4 +1,4 @@
-"""Push-sum: averaging on directed graphs, on which a learner may send and receive different amounts."""
+"""Push-sum: averaging on directed graphs, on which a learner may send and receive different amounts of weight."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ class PushSumOptions(Config):
     """The options of `sgp`."""
 
     pattern: Pattern = "exponential"
-    """Which learners send to which: a name in `topology.PATTERNS`, a pattern of an installed package, or `module:name`.
-    Weights for others need not balance: those of learner j's receivers must sum to less than 1."""
+    """The pattern, which says to which learners each learner sends: a name in `topology.PATTERNS`, a pattern of an
+    installed package, or `module:name`. The shares need not balance, but the shares that a learner gives to others must
+    sum to less than 1."""
     overlap: bool = False
-    """Whether messages travel during the next gradient (OSGP)."""
+    """Whether messages travel while the next gradient is computed (OSGP)."""
 
 
 def _check(options: PushSumOptions, world: int) -> None:
@@ -31,7 +32,7 @@ def _check(options: PushSumOptions, world: int) -> None:
 
 @gossip("sgp", "average with neighbours on a directed graph at each step", PushSumOptions, check=_check)
 async def sgp(me: Learner, options: PushSumOptions) -> None:
-    """Each learner sends shares of its weights, and of its share of the whole, along a directed graph (push-sum).
+    """Each learner sends shares of its weights and of its push-sum weight along a directed graph (push-sum).
 
     Equation, for learner l, with z_l its model and u_l, initially 1, the push-sum weight::
 
@@ -40,27 +41,28 @@ async def sgp(me: Learner, options: PushSumOptions) -> None:
         x_l <- sum_j p_lj x_j,  u_l <- sum_j p_lj u_j
 
     with p_lj the share of its x and u that learner j gives to l, and p_ll the share that l keeps; the shares of each j
-    sum to 1. So the sums of all x_l and of all u_l stay the same, whatever the graph, and without gradients all z_l
-    reach the mean of the first x_l. Where averaging conserves the mean of all (a doubly stochastic matrix), u_l stays
-    1, and this is `dpsgd` with `order: adapt-first`. a is the step size of the local optimizer, and g_l the gradient of
+    sum to 1. So the sums of all x_l and of all u_l stay the same on any graph, and without gradients all z_l reach the
+    mean of the initial x_l. If averaging conserves the mean of all weights (a doubly stochastic matrix), u_l stays 1,
+    and this is `dpsgd` with `order: adapt-first`. a is the step size of the local optimizer, and g_l the gradient of
     learner l's mini-batch.
 
-    With `overlap`, what is sent in step k arrives at the end of step k + 1, before that step's messages are sent::
+    With `overlap`, messages sent in step k are added at the end of step k + 1, before the messages of step k + 1 are
+    sent::
 
         x_l <- x_l - a g_l(z_l) + sum_(j /= l) p_lj x_j,  then x_l <- p_ll x_l
 
-    with x_j as it was sent, and u_l likewise. The last messages arrive after the last step.
+    with x_j as it was sent; u_l changes in the same way. The last messages are added after the last step.
 
-    The learner's weights are z_l. A membership begins with u_l = 1, so messages that were under way when the last one
-    ended are dropped with the push-sum weights, and each learner continues with its z_l.
+    The learner's weights are z_l. A membership begins with u_l = 1. So messages that were under way when the previous
+    membership ended are dropped together with the push-sum weights, and each learner continues with its z_l.
 
     Waits:
-        A learner waits for the messages of its sources, in each step, after its gradient. With `overlap` it waits only
+        In each step, a learner waits for the messages of its sources after its gradient. With `overlap`, it waits only
         for messages that take longer than a gradient.
 
     Use when:
-        Sending is not mutual, or only half the bytes of a ring may be sent. Where neighbours exchange weights, `dpsgd`
-        needs no push-sum weights.
+        Not all links work in both directions, or a learner should send only half as many bytes as on a ring. If
+        neighbours exchange weights, use `dpsgd`, which needs no push-sum weights.
 
     Args:
         me: The learner that runs this coroutine.
@@ -109,14 +111,15 @@ class Push:
                 self._start(int(self._k) - 1, self._sent_x.clone(), self._sent_u.clone())
 
     def step(self, gradient: Tensor) -> None:
-        """Make a step on x, with a gradient taken at z."""
+        """Make a step on x, with a gradient computed at z."""
         me, u = self._me, float(self._u)
         me.replace(u * me.weights)
         me.step(gradient, me.version)
         me.replace(me.weights / u)
 
     def send(self) -> None:
-        """Send x and u to the targets of this round. The shares that this learner keeps leave z as it is."""
+        """Send x and u to the targets of this round. z stays the same, because this learner keeps equal shares of x and
+        u."""
         k = int(self._k)
         x, u = self._me.snapshot(self._whole).mul_(float(self._u)), self._u.clone()
         if self._has_overlap:

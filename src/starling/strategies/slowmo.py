@@ -14,14 +14,14 @@ class SlowMoOptions(Config):
     """The options of `slowmo`."""
 
     every: int = Field(default=48, ge=1)
-    """H, the steps of each learner from one agreement to the next."""
+    """H, the number of steps that each learner makes between two agreements."""
     rate: float = Field(default=1.0, gt=0.0)
     """alpha, the slow learning rate."""
     momentum: float = Field(default=0.5, ge=0.0, lt=1.0)
     """beta, the slow momentum."""
     optimizer_state: OptimizerState = "local"
-    """What an agreement does to momentum and Adam's moments: nothing (`local`), average
-    them (`averaged`) or forget them (`reset`)."""
+    """Effect of an agreement on momentum and Adam's moments: each learner keeps its own (`local`), they are averaged
+    (`averaged`), or they are cleared together with the step count (`reset`)."""
     compression: Compression = "none"
     """How the difference from the last agreement is encoded for sending; errors are fed back."""
 
@@ -45,14 +45,14 @@ async def slowmo(me: Learner, options: SlowMoOptions) -> None:
     with x_l the weights of learner l; a the learning rate of the last step; g_l the gradient of its mini-batch.
     Dividing by a keeps the momentum's meaning while the learning rate decays.
 
-    In the paper SlowMo wraps any base algorithm; here it is local SGD.
+    In the paper, SlowMo wraps any base algorithm; here, the base algorithm is local SGD.
 
     Waits:
-        Every learner waits for the slowest one, at each agreement.
+        Every learner waits for the slowest one at each agreement.
 
     Use when:
-        Links are slow and the learning rate changes during the run. `diloco` is the same with a momentum in units of
-        the weights and Nesterov's look-ahead.
+        Links are slow, and the learning rate changes during the run. `diloco` differs in two ways: its momentum is in
+        units of the weights, and it uses Nesterov's look-ahead.
 
     Args:
         me: The learner that runs this coroutine.

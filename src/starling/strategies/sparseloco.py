@@ -1,4 +1,4 @@
-"""SparseLoCo: rare agreements, for which learners send their largest numbers in 2 bits."""
+"""SparseLoCo: rare agreements, for which learners send only the largest changes, in 2 bits each."""
 
 from pydantic import Field
 
@@ -14,13 +14,13 @@ class SparseLoCoOptions(Config):
     """The options of `sparseloco`."""
 
     every: int = Field(default=30, ge=1)
-    """H, the steps of each learner from one agreement to the next."""
+    """H, the number of steps that each learner makes between two agreements."""
     rate: float = Field(default=1.0, gt=0.0)
     """eta, the rate of the outer step."""
     compression: TopK = TopK(top_k=0.02, bits=2)
-    """Fraction of the numbers that a learner sends, and their bits."""
+    """Fraction of the numbers that a learner sends, and the number of bits for each."""
     feedback: float = Field(default=0.95, ge=0.0, le=1.0)
-    """beta, the share of its unsent changes that a learner adds to its next message."""
+    """beta, the factor by which a learner multiplies its unsent changes before it adds them to its next message."""
 
 
 @periodic(
@@ -30,7 +30,7 @@ class SparseLoCoOptions(Config):
     adopts_changes=never,
 )
 async def sparseloco(me: Learner, options: SparseLoCoOptions) -> None:
-    """Each learner steps alone, and every H steps it sends the largest numbers of its difference from theta to all.
+    """Each learner steps alone, and every H steps it sends all others the largest numbers of its change since theta.
 
     Equation, for every learner l of L, with theta the weights last agreed on and e_l its error, initially 0::
 
@@ -45,11 +45,11 @@ async def sparseloco(me: Learner, options: SparseLoCoOptions) -> None:
     theta moves wherever any learner has sent a number.
 
     Waits:
-        Every learner waits for the slowest one, at each agreement.
+        Every learner waits for the slowest one at each agreement.
 
     Use when:
-        Links are very slow and learners few: some 70 times fewer bytes an agreement than `diloco`. A learner gets the
-        messages of all others, so that its traffic grows with their number.
+        Links are very slow, and there are few learners: the message of an agreement has about 70 times fewer bytes than
+        under `diloco`. A learner receives the messages of all others, so its traffic grows with their number.
 
     Args:
         me: The learner that runs this coroutine.

@@ -19,31 +19,32 @@ class SpartaOptions(Config):
     """The options of `sparta`."""
 
     every: int = Field(default=1, ge=1)
-    """H, the steps of each learner from one average to the next."""
+    """H, the number of steps that each learner makes between two averages."""
     share: float = Field(default=0.005, gt=0.0, le=1.0)
-    """Share of the weights that are averaged, chosen at random each time."""
+    """Share of the weights that is averaged, chosen at random each time."""
 
 
 @periodic("sparta", "step alone, and average a random share of the weights at each step", SpartaOptions)
 async def sparta(me: Learner, options: SpartaOptions) -> None:
-    """Each learner steps alone, and at every step all average a small share of the weights, chosen at random.
+    """Each learner steps alone, and every H steps all learners average a small random share of the weights.
 
-    Equation, for every learner l of L, with S_k the weights chosen for step k, the same on all::
+    Equation, for every learner l of L, with S_k the weights chosen for step k, the same on all learners::
 
         each step:              x_l <- x_l - a g_l(x_l)
         after every H-th step:  x_l[S_k] <- (1/L) sum_j x_j[S_k]
 
     with x_l the weights of learner l; a the step size of its local optimizer; g_l the gradient of its mini-batch. S_k
-    has one random weight of each of n equal parts of the weights. At the end all weights are averaged.
+    has one random weight of each of n equal parts of the weights. At the end, all weights are averaged.
 
-    EXO's code has H = 1. It draws each weight with a probability, so that the number of chosen weights varies.
+    EXO's code has H = 1. It draws each weight with a fixed probability, so the number of chosen weights varies.
 
     Waits:
-        Every learner waits for the slowest one, at each average.
+        Every learner waits for the slowest one at each average.
 
     Use when:
-        Links are slow but waiting is short: with a share of 0.005, 200 times fewer bytes than `allreduce`, and the same
-        number of messages. `ako` sends parts of the gradients instead, without waiting.
+        Links are slow, but learners wait little for each other: with a share of 0.005, a learner sends 1/200 of the
+        bytes that it sends under `allreduce`, in the same number of messages. Under `ako`, learners send parts of their
+        accumulated steps instead, and do not wait for each other.
 
     Args:
         me: The learner that runs this coroutine.
@@ -68,7 +69,8 @@ async def sparta(me: Learner, options: SpartaOptions) -> None:
 
 
 def _chosen(me: Learner, share: float, step: int) -> Tensor:
-    """The places `[n]` of one random weight of each of n equal parts of the weights, the same on all learners."""
+    """The positions `[n]` of the chosen weights, one from each of n equal parts of the weights; the same on all
+    learners."""
     import torch
 
     size = len(me.weights)

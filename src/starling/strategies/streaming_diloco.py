@@ -1,4 +1,4 @@
-"""Streaming DiLoCo: DiLoCo whose fragments travel one after the other, during the next steps."""
+"""Streaming DiLoCo: DiLoCo in which fragments of the weights are averaged in turn, during the next steps."""
 
 from pydantic import Field
 
@@ -15,17 +15,17 @@ class StreamingOptions(Config):
     """The options of `streaming-diloco`."""
 
     every: int = Field(default=100, ge=1)
-    """H, the steps of each learner from one agreement about a fragment to the next."""
+    """H, the number of steps that each learner makes between two agreements on the same fragment."""
     rate: float = Field(default=0.4, gt=0.0)
     """eta, the rate of the outer optimizer."""
     momentum: float = Field(default=0.9, ge=0.0, lt=1.0)
     """beta, the momentum of the outer optimizer."""
     fragments: int = Field(default=4, ge=1)
-    """P, the parts of the weights that agree in turn, H / P steps apart."""
+    """P, the number of fragments; learners agree on one after another, H / P steps apart."""
     overlap: int = Field(default=5, ge=0)
-    """tau, the steps that a learner makes while a fragment is being averaged; at most H / P."""
+    """tau, the number of steps that a learner makes while a fragment is averaged; at most H / P."""
     blend: float = Field(default=0.5, ge=0.0, lt=1.0)
-    """alpha, the share of its own weights that a learner keeps at an agreement."""
+    """alpha, the share of a learner's own weights in its weights after an agreement."""
     compression: Encoded = "none"
     """How the difference from the last agreement is encoded for sending; errors are fed back."""
 
@@ -51,7 +51,7 @@ def _check(options: StreamingOptions, world: int) -> None:
     adopts_changes=never,
 )
 async def streaming_diloco(me: Learner, options: StreamingOptions) -> None:
-    """Each learner steps alone, and agrees as in DiLoCo on one fragment after another, which is averaged meanwhile.
+    """Each learner steps alone, and agrees as in DiLoCo on one fragment after another while it continues to compute.
 
     Equation, for fragment p of P, which departs at steps p H / P, p H / P + H, …, with theta the weights last agreed on
     and v the outer momentum, initially 0::
@@ -62,18 +62,19 @@ async def streaming_diloco(me: Learner, options: StreamingOptions) -> None:
                              theta_p <- theta_p - eta (D + beta v_p)
                              x_(l,p) <- alpha x_(l,p) + (1 - alpha) theta_p
 
-    with x_l the weights of learner l; a the step size of its local optimizer, whose state stays with it; g_l the
-    gradient of its mini-batch. At the end all learners agree on all fragments, with alpha = 0.
+    with x_l the weights of learner l; a the step size of its local optimizer, whose state stays with the learner; g_l
+    the gradient of its mini-batch. At the end, all learners agree on all fragments, with alpha = 0.
 
-    Fragments are consecutive weights here, and layers in the paper, which sends D in 4 bits: `compression: int4`.
+    Here, each fragment consists of consecutive weights. In the paper, fragments consist of layers, and D is sent in 4
+    bits (`compression: int4`).
 
     Waits:
-        A learner waits for a fragment only if its mean takes longer than tau steps, or another learner is that far
+        A learner waits for a fragment only if its mean takes longer than tau steps, or if another learner is tau steps
         behind.
 
     Use when:
-        Links are so slow that `diloco` stalls at each agreement. Peak bandwidth is P times lower, and hidden behind
-        computation.
+        Links are so slow that learners wait long at each agreement under `diloco`. The peak bandwidth is P times lower,
+        and communication overlaps with computation.
 
     Args:
         me: The learner that runs this coroutine.
