@@ -1,4 +1,4 @@
-"""The command line: one thin function for each command that serves any recipe; packages add their own."""
+"""The command line. Each command that works with any recipe is one thin function; packages add further commands."""
 
 import inspect
 import re
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from starling.strategies import Strategy
 
 PACKAGES = "starling.commands"
-"""Entry points by which packages, speech among them, add commands: typer applications."""
+"""Group of entry points through which packages, including `starling.speech`, add typer applications with commands."""
 
 
 app = Commands(
@@ -244,7 +244,7 @@ _PARTS = r"^(Waits|Use when|Args|References|Example):\n"
 
 
 def _described(strategy: "Strategy") -> Iterator["RenderableType"]:
-    """Description of a strategy, from the docstrings of its coroutine and of its options."""
+    """Yield the description of a strategy, which consists of the docstrings of its coroutine and of its options."""
     from rich.padding import Padding
     from rich.text import Text
 
@@ -263,7 +263,7 @@ def _described(strategy: "Strategy") -> Iterator["RenderableType"]:
 
 
 def _options(kind: type["Config"]) -> Iterator[str]:
-    """Each option of a strategy with its default and its meaning."""
+    """Yield one text for each option of a strategy, with its name, default and meaning."""
     from pydantic_core import to_json
 
     from starling.configuration import beneath_fields, owners
@@ -327,7 +327,7 @@ def compare(
 
 
 def _listed(text: str | None) -> list[Any] | None:
-    """The comma-separated values of an option; None if the option is not given."""
+    """Return the comma-separated values of an option, or None if the option is not given."""
     from starling.recipe.file import parse_yaml
 
     return None if text is None else [parse_yaml(each, "a list") for each in text.split(",")]
@@ -356,7 +356,7 @@ def main() -> None:
 
 
 def _add_commands_of_packages() -> None:
-    """Add the commands of all installed packages. One that cannot be loaded is named, and the others work."""
+    """Add the commands of all installed packages. If the commands of a package cannot be loaded, warn and continue."""
     for entry in entry_points(group=PACKAGES):
         try:
             app.add_typer(entry.load())

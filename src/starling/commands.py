@@ -1,5 +1,4 @@
-"""Common parts of all commands: their arguments, the option --debug, how they show errors, and where they show
-progress."""
+"""The parts that all commands share: arguments, the option --debug, error messages, and the console for progress."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -32,7 +31,7 @@ class TakesKeys(TyperCommand):
 
 
 def _as_key(option: str, arguments: Sequence[str]) -> str:
-    """A hint that shows an option as a key of the recipe; empty if the option is not among the arguments."""
+    """Return a hint that rewrites an option as a key of the recipe, or "" if `arguments` do not contain the option."""
     place = next((place for place, each in enumerate(arguments) if each.partition("=")[0] == option), None)
     if place is None:
         return ""
@@ -51,10 +50,10 @@ Best = Annotated[bool, typer.Option("--best", help="Use the model that scored be
 
 
 class Commands(typer.Typer):
-    """An application whose commands have the option --debug. Without it, an error that Starling raised on purpose is
-    printed as one message, and the process exits with its code.
+    """An application whose commands have the option --debug. Without this option, a `StarlingError` is printed as one
+    message, and the process exits with the error's exit code.
 
-    `needs` names the extra that its commands need; a command may name another one.
+    `needs` names the optional dependency group that the commands need. A command may override it with its own `needs`.
     """
 
     def __init__(self, *, needs: str | None = None, **options: Any) -> None:
@@ -91,7 +90,7 @@ def _with_debug(function: Function, extra: str | None) -> Function:
 
 
 def progress_console() -> "Console":
-    """The console on which progress is shown: standard error."""
+    """Return a console that writes to standard error, where commands show their progress."""
     from rich.console import Console
 
     return Console(stderr=True)

@@ -1,4 +1,4 @@
-"""The interface of strategies: the learner, and handles of work that it has started.
+"""The interface that strategies use: the learner, and handles to the work that it has started.
 
 A strategy is an `async def` over one `Learner`. It does not use asyncio: an engine drives the coroutine. Methods that
 start work return a `Handle` at once; only `await` waits. The same strategy runs in real time on the `processes` engine
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Handle(ABC, Generic[T]):
-    """Work that has been started; `await` waits for its result."""
+    """A handle to work that has been started. Awaiting the handle waits for the work and returns its result."""
 
     def __await__(self) -> Generator[Handle[Any], None, T]:
         yield self
@@ -31,59 +31,63 @@ class Handle(ABC, Generic[T]):
 
     @abstractmethod
     def result(self) -> T:
-        """The result of finished work; raises the exception that the work raised."""
+        """Return the result of finished work, or raise the exception that the work raised."""
 
 
 class LoopEnded(Exception):  # noqa: N818 - not an error
     """Raised where a strategy awaits a gradient after the user's own training loop has ended.
 
-    A strategy whose learners have work to do after their last gradient suppresses it around its loop.
+    A strategy whose learners must still work after their last gradient suppresses this exception around its loop.
     """
 
 
 def divided(change: Tensor, rate: float | Tensor, at_rest: float | Tensor = 0.0) -> Tensor:
-    """A change of weights `[n]` divided by their `Learner.learning_rate`; `at_rest` where that is 0, because steps have
-    moved nothing there."""
+    """Divide a change of weights `[n]` by their learning rate.
+
+    Where the rate is 0, optimizer steps have not moved the weights, and the result is `at_rest`.
+    """
     if isinstance(rate, float):
         return change / rate if rate else 0.0 * change + at_rest
     return (change / rate).where(rate != 0.0, at_rest)
 
 
 class EncodedMean(ABC):
-    """One learner's part in a mean of vectors that travel encoded: it encodes its messages, and decodes those it
-    receives.
+    """One learner's part in a mean of vectors that learners send in encoded form. It encodes the messages that the
+    learner sends, and decodes those that the learner receives.
 
-    Each of L learners owns one of L equal chunks. An engine sends `messages` to the owners, and the result of each
-    owner's `combine` to all. It may call the methods in another thread, once each and in this order.
+    A vector is divided into L equal chunks, and each of the L learners owns one of them. The engine sends `messages` to
+    the owners, and the result of each owner's `combine` to all learners. It calls `messages`, `combine` and `result`
+    once each, in this order, possibly in a different thread.
     """
 
     vector: Tensor
-    """Vector that this learner averages, `[n]`. Without numbers, in a timing-only simulation, nothing is encoded."""
+    """Vector `[n]` that this learner averages. In a timing-only simulation it has no values, and nothing is encoded."""
     message_bytes: int
     """Number of bytes of one encoded chunk."""
 
     @abstractmethod
     def messages(self) -> list[Tensor]:
-        """Encode each owner's chunk: a message `[message_bytes]` for each learner, in the order of ranks; zeros for
-        this learner."""
+        """Encode the chunk of each owner. Return one message `[message_bytes]` for each learner, in rank order; the
+        message for this learner itself contains zeros."""
 
     @abstractmethod
     def combine(self, received: Sequence[Tensor]) -> Tensor:
-        """Encode the mean of this learner's chunk, from the messages of all learners; its own place is not read."""
+        """Encode the mean of the chunk that this learner owns. `received` has one message from each learner, in rank
+        order; the entry of this learner itself is not read."""
 
     @abstractmethod
     def result(self, combined: Sequence[Tensor]) -> Tensor:
-        """The mean `[n]`, from the encoded means of all chunks."""
+        """Decode the mean `[n]` from the encoded means of all chunks."""
 
 
 class Shard(ABC):
-    """A model shard: a piece of the weights in host memory with its own optimizer, kept by a server or shared by all
-    learners."""
+    """A model shard: a piece of the weights in host memory, with an optimizer of its own. A server keeps the shard, or
+    all learners share it."""
 
     @property
     @abstractmethod
     def piece(self) -> slice:
-        """The shard's place in the weights `[P]`."""
+        """The slice of the weights `[P]` that this shard contains."""
 
     @property
     @abstractmethod
@@ -98,37 +102,39 @@ class Shard(ABC):
     def step(self, gradient: Tensor, step_metadata: Tensor, read_at: Sequence[int], scale: float = 1.0) -> Handle[None]:
         """Start an optimizer step on the shard with `gradient` `[n]`, which is in host memory.
 
-        If `gradient` combines several gradients, `step_metadata` is that of the newest one. `read_at` lists, for each
-        of them, the value of `num_steps` when its weights were read. `scale` multiplies the learning rate.
+        If `gradient` combines several gradients, `step_metadata` belongs to the newest of them. For each of the
+        combined gradients, `read_at` contains the value of `num_steps` when the weights for that gradient were read.
+        `scale` multiplies the learning rate.
         """
 
 
 class Shards(ABC):
-    """Operations for strategies whose model is kept in model shards, by servers or in memory that all learners
-    share."""
+    """Operations for strategies that divide the model into model shards. The shards are kept by servers, or in memory
+    that all learners share."""
 
     @abstractmethod
     def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
-        """Keep a piece of the model for all learners, initialised with this learner's weights.
+        """Keep a piece of the model for all learners, as their server. The piece is initialised with this learner's
+        weights.
 
-        Its optimizer is like the learner's own, with the learning rates of the schedule; or `make_optimizer` creates it
-        for the piece's parameters, with constant rates.
+        By default, the optimizer of the piece is like the learner's own and follows the learning rate schedule. If
+        `make_optimizer` is given, it creates the optimizer for the piece's parameters, and learning rates are constant.
         """
 
     @abstractmethod
     def share(self, pieces: Sequence[slice]) -> Handle[Sequence[Shard]]:
-        """Start sharing the model with all learners, in memory that all change without a lock.
+        """Start sharing the model with all learners, in memory that all of them change without a lock.
 
-        It is initialised with learner 0's weights; each learner has its own optimizer. Raises ConfigError unless all
-        learners are on one machine.
+        The shared model is initialised with the weights of learner 0. Each learner has its own optimizer. Raises
+        ConfigError unless all learners are on one machine.
         """
 
     @abstractmethod
     def first(self, handles: Mapping[int, Handle[Any]]) -> Handle[int]:
-        """Wait until one of `handles` is finished, and return its key. The wait has no time-out as long as all peers
-        are alive.
+        """Wait until one of `handles` is finished, and return its key. The wait does not time out while all peers are
+        alive.
 
-        Unfinished handles may be passed again under the same key.
+        A later call may include the unfinished handles again, under the same keys.
         """
 
 
@@ -138,70 +144,77 @@ class LocalOptimizer(ABC):
     @property
     @abstractmethod
     def shapes(self) -> Sequence[torch.Size]:
-        """The shapes of the parameters that are views into the weights, in their order; in an island, the shapes of
-        this rank's parts. Empty in a timing-only simulation."""
+        """The shapes of the parameters that are views into the weights, in the order of the weights. In an island,
+        these are the shapes of this rank's parts of the parameters. Empty in a timing-only simulation."""
 
     @abstractmethod
     def pieces(self, largest: int, state: bool = False) -> Sequence[slice]:
-        """Divide the weights into pieces of at most `largest` numbers, so that each is changed and sent quickly.
+        """Divide the weights into pieces of at most `largest` elements, so that each piece can be changed and sent
+        quickly.
 
-        With `state`, pieces of the optimizer's state per weight (momentum, Adam's two moments) follow those of the
-        weights. The pieces are the same on all learners.
+        With `state`, the pieces of the weights are followed by pieces of the optimizer's per-weight state, such as
+        momentum or Adam's two moments. The pieces are the same on all learners.
         """
 
     @abstractmethod
     def learning_rate(self, piece: slice | None = None) -> float | Tensor:
-        """The present learning rate, if it is the same for all weights; otherwise the rate of each weight `[P]`, or of
-        each weight in a piece `[n]`. On Starling's own engines it is in units of its peak."""
+        """Return the present learning rate as a number if all weights have the same rate. Otherwise return a tensor
+        with the rate of each weight `[P]`, or of each weight in `piece` `[n]`. On Starling's own engines, rates are in
+        units of the peak learning rate."""
 
     @property
     @abstractmethod
     def step_metadata(self) -> Tensor:
-        """The step metadata of the claimed mini-batch, such as its learning rate: `[k]`, float64, in host memory. k is
-        constant, and the same on all learners."""
+        """Return the step metadata of the claimed mini-batch, such as its learning rate. The result is a float64 tensor
+        `[k]` in host memory, where k is constant and the same on all learners."""
 
     @abstractmethod
     def clip(self, gradient: Tensor) -> Tensor | None:
         """Clip a gradient `[P]` in place to the run's maximum norm. `Learner.step` clips its gradient itself.
 
-        Returns None if the gradient is not finite: it must not be used anywhere. Raises `NonFiniteError` after too many
-        such gradients in a row.
+        Returns None if the gradient is not finite. Such a gradient must not be used anywhere. Raises `NonFiniteError`
+        after too many non-finite gradients in a row.
         """
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget everything that the optimizer keeps between its steps: its next step is that of a new optimizer."""
+        """Clear the optimizer's state, so that its next step equals the first step of a new optimizer."""
 
 
 class Background(ABC):
-    """A learner's second activity, and the averaging rounds that it makes.
+    """A learner's second coroutine, and the averaging rounds in which it takes part.
 
-    All learners take part in the same rounds 0, 1, 2, ….
+    All learners take part in the same rounds, which are numbered 0, 1, 2, ….
     """
 
     @abstractmethod
     def start(self, activity: Coroutine[Any, Any, None]) -> None:
-        """Start a second coroutine of this learner, concurrent with the first. An error in it ends the learner."""
+        """Start a second coroutine of this learner, which runs concurrently with the first. An error in the second
+        coroutine ends the learner."""
 
     @abstractmethod
     def round(self, period: float) -> Handle[int | None]:
-        """Wait for the next averaging round of the run; the result is its number, or None after the last one.
+        """Wait for the next averaging round of the run. The result is the number of the round, or None after the last
+        one.
 
-        A round opens for all learners as soon as one of them has made `period` gradients for it. So a slow learner
-        delays no round, and there are about 1 / `period` rounds per gradient of the fastest learner.
+        A round opens for all learners as soon as one of them has computed `period` gradients since the previous round.
+        A slow learner therefore delays no round, and there are about 1 / `period` rounds for each gradient of the
+        fastest learner.
         """
 
     @abstractmethod
     def keep_up(self, most: float) -> Handle[None]:
-        """Wait until this learner has made fewer than `most` gradients since the last round that its background
+        """Wait until this learner has computed fewer than `most` gradients since the last round that its background
         completed.
 
-        It waits only while the background is in a round: never for a round to open, nor for another learner's gradient.
+        The learner waits only while its background is in a round. It never waits for a round to open or for another
+        learner's gradient.
         """
 
 
 class Exchange(Generic[T]):
-    """A message that is being received while another is sent; `await` waits for both."""
+    """A message that is being received while another one is being sent. Awaiting the exchange waits for both, and
+    returns the received message."""
 
     def __init__(self, receiving: Handle[T], sending: Handle[None]) -> None:
         self._receiving, self._sending = receiving, sending
@@ -219,7 +232,7 @@ class Learner(ABC):
     `apply` and `replace`, which are atomic, so that a background coroutine never loses an update.
     """
 
-    # who it is
+    # identity
 
     @property
     @abstractmethod
@@ -234,35 +247,36 @@ class Learner(ABC):
     @property
     @abstractmethod
     def seed(self) -> int:
-        """The run's seed. It is the same on all learners, so that they draw the same numbers without communication."""
+        """The run's seed. All learners have the same seed, so they draw the same random numbers without
+        communicating."""
 
-    # its mini-batches and steps
+    # mini-batches and steps
 
     @abstractmethod
     def claim(self) -> bool:
-        """Take the next mini-batch from the budget that all learners share; False once it is spent.
+        """Claim the next mini-batch from the budget that all learners share. Return False once the budget is spent.
 
-        The result is the same for all learners of a sync group, which finish their last step together, beyond the
-        budget if necessary.
+        The result is the same for all learners of a sync group, so that they finish their last step together. That step
+        may exceed the budget.
         """
 
     @abstractmethod
     def gradient(self, at: Tensor) -> Handle[Tensor]:
         """Start computing the gradient `[P]` of the claimed mini-batch at the weights `at`.
 
-        `at` must not change until the handle has been awaited: if a background coroutine changes `weights`, pass a
-        `snapshot()`. The result is valid until this learner starts its next gradient.
+        `at` must not change until the handle has been awaited. If a background coroutine changes `weights`, pass a
+        `snapshot()`. The result is valid until this learner starts to compute its next gradient.
         """
 
     @abstractmethod
     def step(self, gradient: Tensor, read_at: int | None = None, scale: float = 1.0) -> None:
         """Make a step of the local optimizer on `weights` with `gradient` `[P]`.
 
-        `read_at` is the value of `version` when the gradient's weights were read. None uses that of the newest
-        gradient. `scale` multiplies the learning rate.
+        `read_at` is the value of `version` when the weights for this gradient were read. If it is None, the value for
+        the newest gradient is used. `scale` multiplies the learning rate.
         """
 
-    # its weights
+    # weights
 
     @property
     @abstractmethod
@@ -276,52 +290,55 @@ class Learner(ABC):
 
     @abstractmethod
     def snapshot(self, piece: slice | None = None) -> Tensor:
-        """A copy of `weights`, or of a piece of them."""
+        """Return a copy of `weights`, or of one piece of them."""
 
     @abstractmethod
     def apply(self, delta: Tensor, piece: slice | None = None) -> None:
-        """Add `delta` to the weights `[P]`, or to a piece of them, as returned by `optimizer.pieces`."""
+        """Add `delta` to the weights `[P]`, or to one of the pieces that `optimizer.pieces` returns."""
 
     @abstractmethod
     def replace(self, weights: Tensor, piece: slice | None = None) -> None:
-        """Overwrite this learner's weights with `weights` `[P]`, or a piece of them with `weights` `[n]`."""
+        """Overwrite all weights of this learner with `weights` `[P]`, or one piece of them with `weights` `[n]`."""
 
     # messages
 
     @abstractmethod
     def mean(self, of: Tensor | Handle[Tensor] | EncodedMean, group: Sequence[int] | None = None) -> Handle[Tensor]:
-        """Start averaging the present value of a vector over a group of learners (default: all), summed in rank order.
+        """Start averaging the present value of a vector over a group of learners. The default group is all learners.
+        Vectors are added in rank order.
 
-        A group must be the learner's own sync group. Do not write to the result: learners may share it. Do not await a
-        handle after passing it to `mean`, unless its work was finished. The mean of a gradient's handle may start
-        before the gradient is complete: the `processes` engine then reduces each part while the rest is still being
-        computed, and the backend chooses the order of the sum.
+        `group` must be the learner's own sync group. Do not write to the result, because learners may share its memory.
+        Do not await a handle after passing it to `mean`, unless its work was already finished. If `of` is the handle of
+        a gradient, averaging may start before the gradient is complete. The `processes` engine then reduces each part
+        while the rest is still being computed, and the backend chooses the order of the sum.
 
-        For vectors that travel encoded, `of` is this learner's part; the result `[n]` is then in host memory, and has
-        the same bits on all learners and engines. Strategies use `strategies.parts.means`, which keeps the residuals.
+        If `of` is an `EncodedMean`, learners send their vectors in encoded form. The result `[n]` is then in host
+        memory, and is bit-identical on all learners and engines. Strategies do not make such objects themselves: they
+        use `strategies.parts.means`, which also keeps the residuals.
         """
 
     @abstractmethod
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
         """Start sending `tensor` to `peer`, which receives it under the same `tag`. A learner may send to itself.
 
-        The tensor must not change until the handle has been awaited. A `snapshot` of a piece must never change, because
-        a peer on the same machine may read it in place. Messages with the same tag arrive in order.
+        Do not change the tensor until the handle has been awaited. Never change a `snapshot` of a piece after sending
+        it, because a peer on the same machine may read it in place. Messages with the same tag arrive in order.
         """
 
     @abstractmethod
     def receive(self, peer: int, like: Tensor, tag: int) -> Handle[Tensor]:
         """Start receiving a tensor that `peer` sends under `tag`, with the shape, dtype and device of `like`.
 
-        Do not write to the result: it may be the peer's memory.
+        Do not write to the result, because it may be the peer's memory.
         """
 
     def exchange(self, peer: int, tensor: Tensor, tag: int) -> Awaitable[Tensor]:
-        """Start sending `tensor` to `peer`, and receiving one of the same shape from it, both under `tag`."""
+        """Start sending `tensor` to `peer` and receiving a tensor of the same shape from that peer, both under
+        `tag`."""
         receiving = self.receive(peer, tensor, tag)  # first, so that data flows in both directions at once
         return Exchange(receiving, self.send(peer, tensor, tag))
 
-    # what it keeps, and what few strategies need
+    # saved state, and operations that few strategies need
 
     @abstractmethod
     def strategy_state(
@@ -334,15 +351,23 @@ class Learner(ABC):
     ) -> Tensor:
         """A tensor that the strategy keeps between its steps, such as an outer momentum; initially a copy of `initial`.
 
-        Checkpoints save it, and a learner that resumes with the same strategy, the same options and the same number of
-        learners gets the saved value instead of `initial`; any other begins with `initial`. After a membership change,
-        all learners begin with the value of one of them if it `is_common`, otherwise each with its own, a joiner with
-        `initial`; or all with `initial` if it is `for_membership`: for what learners must keep consistent between them.
-        State that a learner keeps for itself beyond a membership, and changes with its weights in the background's
-        rounds, is `of_rounds`. Learners whose common state is new must have equal weights, which engines check. Only a
-        strategy that declares `keeps_state` may keep common state. Only one of its coroutines may write to a tensor, in
-        place; state that the background writes `for_membership` or `of_rounds` is saved as it is between two rounds,
-        with the weights.
+        Checkpoints save the tensor. If a run resumes with the same strategy, options and number of learners, each
+        learner gets the saved value; otherwise it begins with `initial`.
+
+        After a membership change, the flags determine the value:
+
+        * `is_common`: all learners begin with the value of one of them. If their common state is new, they must have
+          equal weights, which engines check. Only a strategy that declares `keeps_state` may keep common state.
+        * not `is_common`: each learner begins with its own value, and a joiner with `initial`.
+        * `for_membership`: all learners begin with `initial`. Use this for state that must be consistent between
+          learners.
+
+        Set `of_rounds` for state that a learner keeps for itself beyond a membership, and that its background changes
+        in the averaging rounds together with the weights.
+
+        Only one of the strategy's coroutines may write to the tensor, and only in place. State that the background
+        writes, `for_membership` or `of_rounds`, is saved together with the weights, with the value that it has between
+        two rounds.
         """
 
     @property
@@ -353,7 +378,7 @@ class Learner(ABC):
     @property
     @abstractmethod
     def background(self) -> Background:
-        """The learner's second activity, in which it may average while it computes."""
+        """The learner's second coroutine, in which it may average while it computes gradients."""
 
     @property
     @abstractmethod

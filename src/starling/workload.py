@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 Number = Annotated[int, Field(ge=0)]
 Unit = Literal["utterances", "frames"]
-"""The unit of a mini-batch's size; an utterance is any example."""
+"""The unit in which the size of a mini-batch is counted. "utterances" counts the examples of any task."""
 Weighting = Literal["batches", Unit]
-"""Weights of mini-batches in the mean gradient of learners that step together: equal (`batches`), or proportional to
-their size."""
+"""How mini-batches are weighted in the mean gradient of learners that step together: equally (`batches`), or in
+proportion to their size in a unit."""
 
 
 class Examples(Protocol):
-    """A micro-batch: training examples that are ready for the model, with their size for the logs."""
+    """A micro-batch: training examples that are ready for the model, together with their sizes, which are logged."""
 
     @property
     def num_examples(self) -> int: ...
@@ -44,7 +44,7 @@ ExamplesT = TypeVar("ExamplesT", bound=Examples)
 
 @dataclass(frozen=True)
 class Ticket:
-    """The right to compute one mini-batch; every ticket is handed out exactly once.
+    """The right to compute one mini-batch. Every ticket is handed out exactly once.
 
     `epoch` and `index` identify the mini-batch; `step` is the number of earlier tickets in the run. `part` is the part
     of a divided data set from which the mini-batch is drawn.
@@ -57,17 +57,18 @@ class Ticket:
     step: Number
     """Number of earlier tickets in the run."""
     part: Annotated[int, Field(exclude=True)] = 0
-    """Part of a divided data set; 0 unless the data are divided. Files do not have it."""
+    """Number of the part of a divided data set; 0 if the data are not divided. It is not written to files."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """The data position of a run: every ticket before `next_ticket` is completed, except the `outstanding` ones."""
+    """The data position of a run. Every ticket before `next_ticket` is completed, except the `outstanding` ones."""
 
     next_ticket: Ticket = Ticket(epoch=0, index=0, step=0)
-    """First ticket that was never handed out."""
+    """The first ticket that has not been handed out yet."""
     outstanding: tuple[Ticket, ...] = ()
-    """Tickets that were handed out and not completed, in order. A run that resumes here re-issues them first."""
+    """Tickets that were handed out but not completed, in order. A run that resumes from this position re-issues them
+    first."""
 
     @property
     def num_done(self) -> int:
@@ -76,40 +77,43 @@ class Position:
 
 
 class Workload(ABC, Generic[ExamplesT]):
-    """A model, its loss and its data, the same on every learner. The content of a mini-batch depends only on its
-    ticket, not on the number of learners or on the learner that computes it."""
+    """A model, its loss and its data. The workload is the same on every learner. The content of a mini-batch depends
+    only on its ticket, not on the number of learners or on the learner that computes it."""
 
     num_parts: int = 1
-    """Number of parts into which the data are divided, for studies: learner r draws from part r modulo this number."""
+    """Number of parts into which the data are divided. Learner r draws from part `r % num_parts`. Studies of divided
+    data use more than one part."""
 
     @abstractmethod
     def make_model(self) -> nn.Module:
-        """Make a model on the CPU; every call must give the same bits."""
+        """Make a model on the CPU. Every call must return bit-identical weights."""
 
     @abstractmethod
     def num_batches(self, epoch: int) -> int:
-        """The number of mini-batches in an epoch, at least 1."""
+        """Return the number of mini-batches in an epoch, which must be at least 1."""
 
     @abstractmethod
     def load(self, ticket: Ticket) -> Sequence[ExamplesT]:
-        """Load the micro-batches of a ticket's mini-batch, on the CPU; may be called in a loading process."""
+        """Load the micro-batches of a ticket's mini-batch on the CPU. Learners may call this in a loading process."""
 
     @abstractmethod
     def loss(self, model: nn.Module, examples: ExamplesT) -> Tensor:
-        """The scalar to minimise: a mean over as many terms of `examples` as `weight` counts."""
+        """Return the scalar to minimise. It must be a mean over terms, whose number `weight` returns for the same
+        `examples`."""
 
     def weight(self, examples: ExamplesT) -> float:
-        """The weight of a micro-batch: the number of terms over which `loss` is a mean; by default, of examples.
+        """Return the weight of a micro-batch: the number of terms over which `loss` is a mean. By default, this is the
+        number of examples.
 
-        The loss of a mini-batch is the weighted mean of its micro-batches' losses, as if it were computed at once. A
-        micro-batch of weight 0 is skipped.
+        The loss of a mini-batch is the weighted mean of the losses of its micro-batches. It therefore equals the loss
+        of the undivided mini-batch. A micro-batch of weight 0 is skipped.
         """
         return float(examples.num_examples)
 
     def planned_size(self, ticket: Ticket, unit: Unit) -> float:
-        """The size of a ticket's mini-batch, without loading it; the same on every learner.
+        """Return the size of a ticket's mini-batch without loading the data. The result is the same on every learner.
 
-        Learners use the sizes of each other's mini-batches to weight gradients without communication. Raises
+        Learners use the sizes of each other's mini-batches to weight gradients without communicating. Raises
         ConfigError unless the workload overrides this method.
         """
         raise ConfigError(
@@ -119,7 +123,7 @@ class Workload(ABC, Generic[ExamplesT]):
 
 
 def mean_loss(model: nn.Module, workload: Workload[Any]) -> float:
-    """The mean loss of a model on the CPU over the mini-batches of the first epoch."""
+    """Return the mean loss of a model, on the CPU, over the mini-batches of the first epoch."""
     import torch
 
     batches = [each for index in range(workload.num_batches(0)) for each in workload.load(Ticket(0, index, index))]

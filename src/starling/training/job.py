@@ -1,5 +1,5 @@
-"""The inputs and reports of engines: the job that an engine runs, the counters of each learner, and the reports to
-observers."""
+"""What engines take and return: the job that an engine runs, the counters of each learner, and the reports that it
+passes to observers."""
 
 import threading
 from collections import Counter
@@ -25,13 +25,13 @@ from starling.workload import Examples, Ticket, Weighting, Workload
 
 @dataclass(frozen=True)
 class Job:
-    """A training run, the same on every learner and on both engines."""
+    """The definition of a training run. It is the same on every learner and on both engines."""
 
     workload: Workload[Any]
-    """Workload to train: a model, its loss and its data."""
+    """The workload to train: a model, its loss and its data."""
     strategy: Strategy
-    """How learners agree. A name or `module:name` is looked up with `find_strategy`. With `island` it applies between
-    islands."""
+    """The strategy by which learners agree. A name or `module:name` is looked up with `find_strategy`. If learners form
+    islands, the strategy applies between islands."""
     budget: Budget
     """When training ends."""
     make_optimizer: Callable[[list[nn.Parameter]], Optimizer]
@@ -41,33 +41,34 @@ class Job:
     options: Config = None  # type: ignore[assignment]
     """Options of the strategy; None uses its defaults."""
     clip_norm: float | None = None
-    """Largest 2-norm of gradients: those with a larger norm are scaled down to it before the optimizer sees them."""
+    """Maximum 2-norm of a gradient. A gradient with a larger norm is scaled down to it before the optimizer's step."""
     autocast: bool = False
     """Whether losses are computed in bfloat16 where torch considers it safe; weights and gradients stay float32."""
     num_workers: int = 0
-    """Number of loading processes for each learner, which load mini-batches ahead; with 0, the learner loads them
-    itself."""
+    """Number of loading processes of each learner, which load mini-batches ahead of time. With 0, the learner itself
+    loads them."""
     stragglers: Stragglers = field(default_factory=Stragglers)
-    """Injected delays."""
+    """Delays that are injected into learners."""
     faults: tuple[Fault, ...] = ()
-    """Injected faults."""
+    """Faults that are injected into learners."""
     checkpoint_every: int | None = None
     """Number of mini-batches, of all learners together, between two checkpoint barriers within an epoch; None means
     barriers only at epoch ends."""
     most_not_finite: int = 10
-    """Number of consecutive non-finite gradients of one learner with which the run fails; fewer are skipped."""
+    """Number of consecutive non-finite gradients of one learner at which the run fails. Until then, they are
+    skipped."""
     weighting: Weighting = "batches"
     """How mini-batches are weighted when learners average gradients: equally, or in proportion to their planned size.
-    The latter raises ConfigError if the strategy averages no gradients."""
+    Weighting in proportion raises ConfigError if the strategy does not average gradients."""
     batch_shares: BatchShares = field(default_factory=dict)
-    """Number of mini-batches in each learner's gradient of a step, such as {0: 2}; 1 unless given. auto: as many as its
-    speed allows, measured when the run begins. Every mini-batch counts alike. For strategies under which all learners
-    step together."""
+    """Number of mini-batches in each learner's gradient of a step, by rank, such as {0: 2}; 1 for ranks that are not
+    named. With "auto", each learner computes as many as its speed allows, which is measured when the run begins. Every
+    mini-batch has the same weight. Only strategies under which all learners step together support this."""
     freeze: tuple[Freeze, ...] = ()
     """Parameters that are frozen until they are thawed. Freeze parameters that are never thawed in the workload's
     `make_model`."""
     island: Island = NO_ISLANDS
-    """How learners form islands, which hold one model together."""
+    """How learners form islands. The learners of an island share one model."""
     seed: int = 0
     """Seed of everything random."""
 
@@ -97,7 +98,7 @@ class Job:
             raise ConfigError(problem)
 
     def sync_groups(self, world: int) -> SyncGroups:
-        """Which of `world` learners claim mini-batches together."""
+        """Return the groups of learners, out of `world` learners, that claim mini-batches together."""
         return self.strategy.sync_groups(self.options, world)
 
 
@@ -125,7 +126,7 @@ class ClaimReport:
 
     @staticmethod
     def of(rank: int, ticket: Ticket, batch: Collection[Examples], minutes: float | None = None) -> "ClaimReport":
-        """The report of a mini-batch in micro-batches."""
+        """Make the report of a mini-batch, given as its micro-batches."""
         return ClaimReport(
             rank,
             ticket,
@@ -137,14 +138,14 @@ class ClaimReport:
 
 @dataclass(frozen=True)
 class StepReport:
-    """One gradient of one learner."""
+    """A report of one gradient that a learner has computed."""
 
     rank: int
     ticket: Ticket
     num_batches: int
     """Number of mini-batches in the ticket's epoch."""
     fraction: float
-    """Share of the run's budget that was spent when the ticket was claimed."""
+    """Fraction of the run's budget that was spent when the ticket was claimed."""
     minutes: float
     """Time since the beginning of the run, on the engine's clock."""
     loss: float
@@ -153,7 +154,7 @@ class StepReport:
     num_frames: int
     audio_seconds: float
     spent: Spent = field(default_factory=Spent)
-    """Times that the learner spent since its epoch began, up to the end of this gradient."""
+    """Times that the learner spent from the beginning of its epoch to the end of this gradient."""
 
 
 @dataclass
@@ -165,8 +166,8 @@ class Averaging:
     bytes_sent: int = 0
     """Number of bytes sent to other learners; collectives are counted as ring algorithms."""
     staleness: Counter[int] = field(default_factory=Counter)
-    """Number of gradients by staleness: the changes to the weights between reading them and applying the gradient. With
-    servers, each server counts for its own shard."""
+    """Number of gradients with each staleness, which is the number of changes to the weights between reading them and
+    applying the gradient. If there are servers, each server counts for its own model shard."""
 
 
 class Statistics:
@@ -174,30 +175,31 @@ class Statistics:
 
     def __init__(self) -> None:
         self.num_claimed = 0
-        """Number of portions of tickets that the learner's sync group has claimed in this membership."""
+        """Number of claims of tickets that the learner's sync group has made in this membership."""
         self.num_steps = 0
-        """Number of mini-batches since the learner's epoch began; for a loop, calls of `step`."""
+        """Number of mini-batches since the learner's epoch began. For a user's own loop, the number of calls of
+        `step`."""
         self.seconds = 0.0
         """Duration of the learner's epoch in earlier memberships."""
         self.num_not_finite = 0
-        """Number of non-finite gradients, which made no optimizer step: in the learner's epoch or, for a loop, in the
-        run."""
+        """Number of non-finite gradients, which are skipped, since the learner's epoch began. For a user's own loop,
+        their number since the run began."""
         self.not_finite_in_a_row = 0
         self.spent = Spent()
         self.averaging = Averaging()
         self.lock = threading.Lock()
-        """Guards `averaging`, which the background may change while an epoch ends."""
+        """Lock for `averaging`, because the background may change it while an epoch ends."""
         self.under_way: Callable[[], Spent] = Spent
-        """Time that a wait under way adds to `spent`, which includes only waits that are over."""
+        """Returns the times that the present wait adds to `spent`, which includes only finished waits."""
 
     def spent_now(self) -> Spent:
-        """A copy of `spent` as of this moment."""
+        """Return a copy of `spent` that includes the present wait."""
         return Spent(*map(add, astuple(self.spent), astuple(self.under_way())))
 
 
 @dataclass(frozen=True)
 class EpochReport:
-    """One learner's part of an epoch that has ended, or that the end of the budget cut short."""
+    """A report of one learner's part of an epoch. The epoch has ended, or the end of the budget has cut it short."""
 
     rank: int
     epoch: int
@@ -206,7 +208,8 @@ class EpochReport:
     spent: Spent
     averaging: Averaging = field(default_factory=Averaging)
     consensus_distance: float | None = None
-    """(1/L) sum_l |w_l - mean|^2 at the end of the epoch; only the virtual engine knows it."""
+    """(1/L) sum_l |w_l - mean|^2 over the weights w_l of the L learners at the end of the epoch. Only the virtual
+    engine reports it."""
     num_not_finite: int = 0
     """Number of non-finite gradients, which were skipped."""
     is_last: bool = False
@@ -214,34 +217,37 @@ class EpochReport:
 
 
 class Observer:
-    """An observer of a run; this one does nothing. Each learner calls it between two mini-batches."""
+    """The base class of observers of a run; its methods do nothing. Each learner calls its observer between two
+    mini-batches."""
 
     @property
     def saves(self) -> bool:
-        """Whether the observer needs the states at checkpoint barriers, as an observer does that saves them; otherwise
-        learners make no copies of them."""
+        """Whether the observer needs the learners' states at checkpoint barriers, for example to save them. If not,
+        learners do not copy their states."""
         return type(self).on_barrier is not Observer.on_barrier
 
     @property
     def records(self) -> bool:
-        """Whether the observer records what a replay of the run needs."""
+        """Whether the observer records the events that a replay of the run needs."""
         return False
 
     def on_event(self, rank: int, kind: str, **fields: Any) -> None:
-        """Called, in any thread, with what a replay needs of a learner beyond its mini-batches, if the observer
-        `records`. docs/events.md lists the kinds."""
+        """Called in any thread, if the observer `records`, with each event of a learner that a replay needs in addition
+        to the learner's mini-batches. docs/events.md lists the kinds of events."""
 
     def on_claim(self, report: ClaimReport) -> None:
-        """Called before each gradient. Once its computation has begun, the gradient may be in the weights of others,
-        even if this learner is lost during it: their mean may be complete."""
+        """Called before each gradient. After this call, the gradient may reach the weights of other learners even if
+        this learner is lost while computing it, because their mean may already be complete."""
 
     def on_step(self, report: StepReport) -> None:
         """Called after each gradient."""
 
     def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
-        """Called after each epoch and after the last mini-batch of the run. `state` shares memory with the learner:
-        copy or write it before returning. Unless it `is_complete`, `on_barrier` gets the complete one later."""
+        """Called after each epoch and after the last mini-batch of the run. `state` shares memory with the learner, so
+        copy or write it before returning. If the state is not complete (`is_complete`), `on_barrier` receives the
+        complete state later."""
 
     def on_barrier(self, state: LearnerState) -> None:
-        """Called after a checkpoint barrier within an epoch, with the state there; for learners that average in the
-        background also after an epoch. `state` shares memory with the learner, as in `on_epoch`."""
+        """Called after each checkpoint barrier within an epoch, with the learner's state at the barrier. It is also
+        called after an epoch if learners average in the background. As in `on_epoch`, `state` shares memory with the
+        learner."""
