@@ -13,7 +13,8 @@ from pydantic import Field, model_validator
 from starling.configuration import Config
 
 LOWEST = 1e-3
-"""Lowest factor during warm-up. With a budget in minutes, the share that the first mini-batch takes is unknown."""
+"""Lowest factor during the warm-up. It is needed because with a budget in minutes, the fraction of the budget that the
+first mini-batch uses is unknown."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Progress:
 
 
 class Budget(Config):
-    """The limits of a run; the first one that is reached ends it."""
+    """The limits of a run. The run ends when it reaches the first of them."""
 
     epochs: int | None = Field(default=None, ge=0)
     """Passes over the training set."""
@@ -42,22 +43,24 @@ class Budget(Config):
         return self
 
     def fraction(self, progress: Progress) -> float:
-        """The spent fraction of the budget, in [0, 1]: the largest one among its limits."""
+        """Return the spent fraction of the budget, in [0, 1]. It is the largest of the fractions of the limits."""
         limits = ((self.epochs, progress.epochs), (self.steps, progress.steps), (self.minutes, progress.minutes))
         shares = [spent / limit if limit > 0 else 1.0 for limit, spent in limits if limit is not None]
         return min(1.0, max(shares))
 
     def is_spent(self, progress: Progress) -> bool:
-        """Whether any limit is reached."""
+        """Return whether any limit has been reached."""
         return self.fraction(progress) >= 1.0
 
     def num_batches(self, per_epoch: int) -> int | None:
-        """Number of mini-batches after which the budget is spent at the latest; None if only `minutes` limits it."""
+        """Return the number of mini-batches after which the budget is spent at the latest, or None if the budget has no
+        limit other than `minutes`."""
         limits = [self.steps, None if self.epochs is None else self.epochs * per_epoch]
         return min((each for each in limits if each is not None), default=None)
 
     def seconds(self, per_epoch: int, per_batch: float) -> float:
-        """Duration in seconds of a run whose learners together need `per_batch` seconds for each mini-batch."""
+        """Return the duration, in seconds, of a run whose learners together need `per_batch` seconds for each
+        mini-batch."""
         batches = self.num_batches(per_epoch)
         in_time = math.inf if self.minutes is None else 60.0 * self.minutes
         return in_time if batches is None else min(in_time, per_batch * batches)
@@ -102,8 +105,8 @@ class Schedule(Config):
         return self
 
     def at(self, progress: Progress, run: Budget, following: Progress | None = None) -> float:
-        """The factor at `progress` of a run with the budget `run`, for mini-batches after which its progress is
-        `following` (None means unchanged)."""
+        """Return the factor at `progress` of a run with the budget `run`. `following` is the progress after the
+        mini-batches to which the factor applies; None means that it is unchanged."""
         budget, following = self.budget or run, following or progress
         fraction = budget.fraction(progress)
         if self.warmup_epochs is not None and progress.epochs < self.warmup_epochs:
@@ -119,5 +122,5 @@ class Schedule(Config):
         return float(2.0 ** (-0.5 * max(0, math.floor(progress.epochs) - self.hold_epochs + 1)))
 
     def _risen(self, share: float) -> float:
-        """The factor after the fraction `share` of the warm-up."""
+        """Return the factor after the fraction `share` of the warm-up."""
         return min(1.0, max(LOWEST, self.warmup_from + (1.0 - self.warmup_from) * share))

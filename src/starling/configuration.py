@@ -1,5 +1,5 @@
-"""The base class of configuration models, the meanings of their fields, comparisons of configurations, and descriptions
-of all problems of one, a line each."""
+"""The base class of configuration models. The module also reads the descriptions of their fields, compares
+configurations, and describes all problems of a configuration, with one line for each problem."""
 
 import ast
 import hashlib
@@ -23,11 +23,12 @@ class Config(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
     MOVED: ClassVar[Mapping[str, str]] = {}
-    """Keys that no longer exist, each with its replacement, which the error about the key names."""
+    """Keys that no longer exist, each with its replacement. The error about such a key names the replacement."""
 
     @classmethod
     def alternatives(cls) -> Sequence[type["Config"]]:
-        """The classes among which `model_validate` chooses by the value of a key; usually only this one."""
+        """Return the classes among which `model_validate` chooses by the value of a key. By default, this class is the
+        only one."""
         return (cls,)
 
 
@@ -35,7 +36,8 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 
 
 def short_for(key: str) -> Any:
-    """The validator of a section that may be written as a plain value, which is short for `{key: value}`."""
+    """Return a validator for a section that may be written as a plain value. The plain value is short for
+    `{key: value}`."""
 
     def expanded(value: object) -> object:
         return {key: value} if isinstance(value, str | Path) else value
@@ -44,7 +46,8 @@ def short_for(key: str) -> Any:
 
 
 def read_saved(kind: type[ConfigT], path: Path) -> ConfigT:
-    """The content of one of a recogniser's JSON files. Raises a CheckpointError that names the file."""
+    """Return the content of a JSON file that belongs to a recogniser. If the file cannot be read, raises a
+    CheckpointError that names it."""
     try:
         return kind.model_validate_json(path.read_text(encoding="utf-8"))
     except ValidationError as error:
@@ -57,23 +60,24 @@ def read_saved(kind: type[ConfigT], path: Path) -> ConfigT:
 
 
 def owners(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
-    """The class of each field, by the field's name: the model, or the first of its `alternatives` that has it."""
+    """Return the class that defines each field, by the field's name. The class is the model itself, or the first of its
+    `alternatives` that has the field."""
     kinds = (model, *model.alternatives()) if issubclass(model, Config) else (model,)
     return {name: kind for kind in reversed(kinds) for name in kind.model_fields}
 
 
 def canonical(content: Any) -> str:
-    """A JSON value as text, independent of the order of keys."""
+    """Return a JSON value as text that does not depend on the order of keys."""
     return json.dumps(content, sort_keys=True)
 
 
 def digest(content: Any) -> str:
-    """SHA-256 of a JSON value in hexadecimal, independent of the order of keys."""
+    """Return the SHA-256 digest of a JSON value in hexadecimal. It does not depend on the order of keys."""
     return hashlib.sha256(canonical(content).encode()).hexdigest()
 
 
 def differing(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """The dotted key and both values of each difference between two trees; None stands for a missing value."""
+    """Yield the dotted key and both values for each difference between two trees. None stands for a missing value."""
     if not (isinstance(before, dict) and isinstance(now, dict)):
         if before != now:
             yield key, before, now
@@ -84,8 +88,9 @@ def differing(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, 
 
 @cache
 def beneath_fields(kind: type) -> dict[str, str]:
-    """The docstring beneath each field of a class, including fields of the classes of Starling or of its own package
-    that it extends. Python does not keep these docstrings."""
+    """Return the docstring beneath each field of a class, by field name. The result includes inherited fields if the
+    base class belongs to Starling or to the package of `kind`. Docstrings are read from the source code, because Python
+    does not keep docstrings of fields."""
     found: dict[str, str] = {}
     packages = {"starling", kind.__module__.partition(".")[0]}
     for base in reversed(kind.__mro__):
@@ -109,12 +114,13 @@ _MAX_SHOWN = 60  # characters of a wrong value
 
 
 class ProblemsError(ValueError):
-    """Raised by a validator with lines that describe problems and name the keys, which may differ from the validator's
-    own key."""
+    """Error of a validator that finds several problems. Each of its lines names a key, which may differ from the
+    validator's own key, and describes a problem."""
 
 
 def describe(error: ValidationError, model: type[BaseModel], tree: Any, prefix: str = "") -> list[str]:
-    """One line for each problem that pydantic found in `tree`: the dotted key, the problem, and a suggestion.
+    """Return one line for each problem that pydantic found in `tree`, with the dotted key, the problem and a
+    suggestion.
 
     `prefix` is the dotted path of `tree` itself, such as `strategy.`.
     """
@@ -135,8 +141,8 @@ def describe(error: ValidationError, model: type[BaseModel], tree: Any, prefix: 
 
 
 def checked(kind: type[ModelT], tree: Any, where: str, prefix: str = "") -> ModelT:
-    """The model of a tree, whose dotted path is `prefix`. Raises one ConfigError that begins with `where` and lists all
-    problems."""
+    """Validate `tree`, whose dotted path is `prefix`, and return the model. Raises one ConfigError that begins with
+    `where` and lists all problems."""
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
@@ -144,14 +150,14 @@ def checked(kind: type[ModelT], tree: Any, where: str, prefix: str = "") -> Mode
 
 
 def refused(problems: Sequence[str], where: str) -> ConfigError:
-    """The error that lists problems, one per line."""
+    """Return the error that lists problems, one per line."""
     count = f"{len(problems)} problems" if len(problems) > 1 else "a problem"
     return ConfigError(f"{where}: {count}\n" + "\n".join(f"  {problem}" for problem in problems))
 
 
 def known_keys(model: type[BaseModel]) -> dict[str, list[tuple[str, str]]]:
-    """The dotted keys of `model` and of the models inside it. If only some kinds of model have a key, the key and the
-    value that choose each of these, such as `kind` and `tsv`."""
+    """Return the dotted keys of `model` and of the models inside it. If only some kinds of a model have a key, its
+    value lists the choices that lead to these kinds. Each choice is a key and its value, such as `kind` and `tsv`."""
     found: dict[str, list[tuple[str, str]]] = {}
     for kind in model.alternatives() if issubclass(model, Config) else (model,):
         for name, field in kind.model_fields.items():
@@ -164,7 +170,7 @@ def known_keys(model: type[BaseModel]) -> dict[str, list[tuple[str, str]]]:
 
 
 def _choosing(kind: type[BaseModel]) -> list[tuple[str, str]]:
-    """The key whose value chooses this class among others, and that value."""
+    """Return a list with the key whose value chooses this class among others, and that value. It may be empty."""
     for name, field in kind.model_fields.items():
         if get_origin(field.annotation) is Literal and len(values := get_args(field.annotation)) == 1:
             return [(name, str(values[0]))]
@@ -172,7 +178,8 @@ def _choosing(kind: type[BaseModel]) -> list[tuple[str, str]]:
 
 
 def suggestion(path: str, known: Collection[str]) -> str:
-    """`; did you mean KEY?` for an unknown dotted key; if it resembles none, the known keys at its place."""
+    """Return `; did you mean KEY?` for an unknown dotted key. If it resembles no known key, return a text that lists
+    the known keys of its section."""
     path = ".".join(part for part in path.split(".") if not part.isdecimal())  # places in a list
     parent, _, name = path.rpartition(".")
     beside = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == parent}
@@ -192,7 +199,7 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _path(detail: ErrorDetails, tree: Any) -> list[str]:
-    """The keys that lead to a problem, without pydantic's names of union members."""
+    """Return the keys that lead to a problem, without pydantic's names for the members of a union."""
     parts, place = [], tree
     *leading, last = detail["loc"] or ("",)
     for part in leading:

@@ -1,5 +1,5 @@
-"""The consensus of learners, summed in rank order, so that it has the same bits everywhere, and the learners' distance
-from it."""
+"""The consensus of learners and the learners' distance from it. The consensus is summed in rank order, so that it is
+bit-identical everywhere."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,14 +7,15 @@ import torch
 from torch import Tensor
 
 Places = Sequence[tuple[int, int]]
-"""Pieces of the weights as pairs (start, stop), stop exclusive."""
+"""Pieces of the weights, as pairs (start, stop) in which `stop` is exclusive."""
 ROUNDING = 1e-4
-"""Largest difference between the weights of learners with one model, as a share of their norm: devices of different
-kinds round differently in each step."""
+"""Largest difference between the weights of learners that count as having the same model, as a fraction of the weights'
+norm. Differences arise because devices of different kinds round differently in each step."""
 
 
 def rank_ordered_mean(vectors: Iterable[Tensor]) -> Tensor:
-    """(1/L) sum_l of L vectors of one shape, summed in the given order, with one vector at a time in memory."""
+    """Return the mean of L vectors of the same shape. The vectors are added in the given order, with only one of them
+    in memory at a time."""
     total, count = torch.empty(0), 0
     for vector in vectors:
         total = vector.clone() if count == 0 else total.add_(vector)
@@ -23,9 +24,10 @@ def rank_ordered_mean(vectors: Iterable[Tensor]) -> Tensor:
 
 
 def consensus(weights: Iterable[Tensor], kept: Sequence[Places]) -> Tensor:
-    """The consensus `[P]`: the mean of all learners' weights `[P]`, or the model shards if any learner keeps one.
+    """Return the consensus `[P]`. It is the mean of all learners' weights `[P]`; if any learner keeps a model shard, it
+    consists of the model shards instead.
 
-    `kept` lists the places of each learner's shards; a shard that several learners keep is averaged.
+    `kept` lists the places of each learner's shards. A shard that several learners keep is averaged.
     """
     if not any(kept):
         return rank_ordered_mean(weights)
@@ -40,7 +42,8 @@ def consensus(weights: Iterable[Tensor], kept: Sequence[Places]) -> Tensor:
 
 
 def are_one_model(first: Tensor, other: Tensor) -> bool:
-    """Whether two learners' weights `[P]` are the same, up to rounding. True if some are not finite."""
+    """Return whether the weights `[P]` of two learners are the same up to rounding. Return True if any weights are
+    non-finite."""
     if torch.equal(first, other):
         return True
     norm = torch.linalg.vector_norm
@@ -49,10 +52,10 @@ def are_one_model(first: Tensor, other: Tensor) -> bool:
 
 
 def consensus_distance(weights: Iterable[Tensor], mean: Tensor) -> float:
-    """(1/L) sum_l |w_l - mean|^2 of L learners' weights `[P]` and their mean `[P]`, with one learner at a time in
-    memory.
+    """Return (1/L) sum_l |w_l - mean|^2 for the weights w_l `[P]` of L learners and their mean `[P]`. Only one
+    learner's weights are in memory at a time.
 
-    Squares are summed in float64 for accuracy on large models. Not finite if weights are not.
+    Squares are summed in float64 for accuracy on large models. The result is non-finite if any weights are.
     """
     total, count = 0.0, 0
     for each in weights:

@@ -1,7 +1,8 @@
-"""All errors that Starling raises on purpose, with their exit codes; and the extras of the package.
+"""All errors that Starling raises on purpose, with their exit codes, and the extras (optional dependency groups) of the
+package.
 
-A message says which learner, what, where, the value, the limit and the remedy. The command line prints it without a
-traceback unless `--debug` is given.
+A message says which learner failed, what happened and where, the value, the limit and the remedy. The command line
+prints the message without a traceback unless `--debug` is given.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,23 +12,23 @@ from importlib.util import find_spec
 
 
 class StarlingError(Exception):
-    """Base of all errors raised on purpose; exit code 1."""
+    """Base class of all errors that Starling raises on purpose. Its exit code is 1."""
 
     exit_code = 1
 
 
 class ConfigError(StarlingError):
-    """A recipe or an argument is wrong; the message lists all problems."""
+    """A recipe or an argument is wrong. The message lists all problems."""
 
     exit_code = 2
 
 
 class MissingExtraError(ConfigError):
-    """A command needs an extra that is not installed; the message contains the command that installs it."""
+    """A command needs an extra that is not installed. The message contains the command that installs the extra."""
 
 
 class PeerLost(StarlingError):  # noqa: N818 - the usual term
-    """A learner exited or became unreachable while others needed it."""
+    """A learner exited or became unreachable while other learners needed it."""
 
     exit_code = 3
 
@@ -39,13 +40,13 @@ class NonFiniteError(StarlingError):
 
 
 class DataError(StarlingError):
-    """Audio, a transcript or a manifest cannot be used; the message names the utterance or the file."""
+    """Audio, a transcript or a manifest cannot be used. The message names the utterance or the file."""
 
     exit_code = 5
 
 
 class CheckpointError(StarlingError):
-    """A checkpoint or an experiment is missing, damaged or does not fit; the message names the file."""
+    """A checkpoint or an experiment is missing, is damaged or does not fit. The message names the file."""
 
     exit_code = 6
 
@@ -57,7 +58,7 @@ class ProtocolError(StarlingError):
 
 
 class Deadlock(StarlingError):  # noqa: N818 - the usual term
-    """No event is pending while learners wait; the message says which learner waits for which."""
+    """Learners wait although no event is pending. The message says which learner waits for which."""
 
     exit_code = 8
 
@@ -69,13 +70,13 @@ class FinishedApart(StarlingError):  # noqa: N818 - an outcome, not a fault of t
 
 
 class ReplayError(StarlingError):
-    """A record cannot be replayed, or its replay ended with different weights; the message says where."""
+    """A record cannot be replayed, or its replay ended with different weights. The message says where they differ."""
 
     exit_code = 10
 
 
 class Stopped(StarlingError):  # noqa: N818 - a request, not an error
-    """A signal stopped the run; the exit code is 128 + its number, as in shells.
+    """A signal stopped the run. The exit code is 128 plus the signal's number, as in shells.
 
     `has_saved` says whether all learners saved a checkpoint of their common position before they stopped.
     """
@@ -89,7 +90,7 @@ class Stopped(StarlingError):  # noqa: N818 - a request, not an error
 
 @contextmanager
 def noted(problems: list[str], kind: type[StarlingError]) -> Iterator[None]:
-    """Inside the context, an error of that kind ends the context and becomes one of the problems."""
+    """Return a context that ends at an error of type `kind` and appends the error's message to `problems`."""
     try:
         yield
     except kind as error:
@@ -97,18 +98,18 @@ def noted(problems: list[str], kind: type[StarlingError]) -> Iterator[None]:
 
 
 def some(names: Sequence[object], most: int = 5) -> str:
-    """The first names in a list, and how many there are besides: `a, b, c and 4 more`."""
+    """Return the first names in a list and the number of remaining names, as in `a, b, c and 4 more`."""
     shown = ", ".join(map(str, names[:most]))
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that an unknown one resembles most; None if it resembles none."""
+    """Return the known name that resembles `name` most, or None if no known name resembles it."""
     return next(iter(get_close_matches(name, list(known), n=1)), None)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`did you mean 'NEAREST'? ` for an unknown name; empty if it resembles no known name."""
+    """Return `did you mean 'NEAREST'? ` for an unknown name, or "" if no known name resembles it."""
     near = nearest(name, known)
     return f"did you mean {near!r}? " if near else ""
 
@@ -130,12 +131,12 @@ EXTRAS = {
     "ray": ("ray",),
     "monitoring": ("prometheus_client",),
 }
-"""The modules that each extra in pyproject.toml installs."""
+"""Modules that each extra in pyproject.toml installs, by the name of the extra."""
 
 
 def require(extra: str, what: str, modules: Sequence[str] = ()) -> None:
     """Check that an extra is installed, without importing its modules. `what` names the command or function that needs
-    it, `modules` the needed ones of its modules (default: all).
+    the extra. `modules` lists the modules that it needs; by default, it needs all modules of the extra.
 
     Raises:
         MissingExtraError: A module is missing; the message contains the command that installs it.

@@ -1,6 +1,8 @@
-"""Streams of events: one JSON object per line, each with a checksum. `docs/events.md` lists the kinds.
+"""Streams of events. Each line of a stream is a JSON object with a checksum. `docs/events.md` lists the kinds of
+events.
 
-A run has several: its launcher's is `log/events.jsonl`, and each learner has one in the experiment's record.
+A run has several streams. The launcher writes `log/events.jsonl`, and each learner writes a stream in the experiment's
+record.
 """
 
 import json
@@ -17,22 +19,23 @@ from pydantic_core import to_jsonable_python
 
 Event = Mapping[str, Any]
 VERSION = 1
-"""The version of the kinds and their fields, in the first event of a stream."""
+"""Version of the kinds of events and their fields. The first event of a stream contains it."""
 _SEAL = ', "crc": "'
 _HEX = 8
 
 Warn = Callable[[Path, Exception], None]
-"""Warns that a file cannot be used, with the error."""
+"""Function that warns that a file cannot be used. Its arguments are the file and the error."""
 
 
 def once(warn: Warn) -> Warn:
-    """A function that passes only the first call on to `warn`; usable from any thread."""
+    """Return a function that calls `warn` only the first time that it is called. Any thread may call it."""
     left = iter([warn])
     return lambda path, error: next(left, lambda path, error: None)(path, error)
 
 
 class Stream:
-    """An append-only file of events. A kill loses none that has been appended. Any thread may append."""
+    """An append-only file of events. Events that have been appended survive if the process is killed. Any thread may
+    append."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -42,8 +45,8 @@ class Stream:
         """Whether the file ends with an incomplete line."""
 
     def append(self, kind: str, **fields: Any) -> None:
-        """Append an event; numbers that are not finite become null. Raises OSError if the file cannot be written, as
-        where its folder is gone."""
+        """Append an event, in which non-finite numbers become null. Raises OSError if the file cannot be written, for
+        example because its folder no longer exists."""
         event = to_jsonable_python({"kind": kind, **fields}, inf_nan_mode="null")
         body = json.dumps(event, ensure_ascii=False)
         line = f'{body[:-1]}{_SEAL}{zlib.crc32(body.encode()):0{_HEX}x}"}}\n'.encode()
@@ -57,7 +60,7 @@ class Stream:
                 self._is_torn = bool(left)
 
     def close(self) -> None:
-        """Close the file; another append opens it again."""
+        """Close the file. A later `append` opens it again."""
         with self._lock:
             if self._descriptor is not None:
                 os.close(self._descriptor)
@@ -65,7 +68,7 @@ class Stream:
 
 
 class Events(Stream):
-    """The events of a run. If one cannot be appended, it is lost, and the first time `warn` is called.
+    """The events of a run. An event that cannot be appended is lost. `warn` is called the first time that this happens.
 
     `clock` returns a Unix timestamp.
     """
@@ -73,10 +76,11 @@ class Events(Stream):
     def __init__(self, path: Path, warn: Warn, clock: Callable[[], float] = time.time) -> None:
         super().__init__(path)
         self.warn = once(warn)
-        """Warns that this file, or another one that the run writes beside it, cannot be used."""
+        """Function that warns that this file, or another file that the run writes, cannot be used."""
         self._clock = clock
         self.verdict = ""
-        """Why the model does not work, and what to do; empty unless a score has shown that."""
+        """The reason why the model does not work, with a remedy. Empty unless a score has shown that the model does not
+        work."""
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append an event with the present time."""
@@ -87,8 +91,8 @@ class Events(Stream):
             self.warn(self.path, error)
 
     def judge(self, verdict: str, say: Callable[[str], None]) -> None:
-        """Record the verdict on the newest model; it is empty if the model works. `say` is called only if the model
-        before it worked."""
+        """Record the verdict on the newest model, which is empty if the model works. `say` is called with the verdict
+        only if the previous model worked."""
         before, self.verdict = self.verdict, verdict
         if verdict != before:
             self.write("verdict", text=verdict)
@@ -97,8 +101,9 @@ class Events(Stream):
 
 
 def read_stream(path: Path) -> Iterator[tuple[int, Event | None]]:
-    """The events of a file with the numbers of their lines; None for a line that is damaged. An incomplete last line,
-    which was under way when its process was killed, is left out. Raises OSError if the file cannot be read."""
+    """Yield the line number and the event of each line of a file. The event of a damaged line is None. An incomplete
+    last line, which the process was writing when it was killed, is left out. Raises OSError if the file cannot be
+    read."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, start=1):
             event = _event(line.removesuffix("\n"))
@@ -107,7 +112,8 @@ def read_stream(path: Path) -> Iterator[tuple[int, Event | None]]:
 
 
 def read_events(path: Path) -> list[Event]:
-    """The events of a run, in their order; damaged ones are left out, and so is a file that is not there."""
+    """Return the events of a run in their order, without damaged events. Return no events if the file does not
+    exist."""
     found: list[Event] = []
     with suppress(OSError):
         found += [event for _, event in read_stream(path) if event is not None]

@@ -1,7 +1,8 @@
-"""`starling replay` and `starling.replay`: an experiment again, in the recorded order, with the same bits.
+"""`starling replay` and `starling.replay`, which run an experiment again in the recorded order, with bit-identical
+results.
 
-Mini-batches, augmentation and dropout are functions of their tickets, so only the order of a run is recorded: see
-`starling.training.order`, and docs/replay.md.
+Mini-batches, augmentation and dropout are functions of their tickets, so a run needs to record only the order of its
+events. See `starling.training.order` and docs/replay.md.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from starling.workload import Position
 OnProgress = Callable[[str, int, int], object]
 Watch = Callable[[Moment], bool]
 TOLERANCE = 0.01
-"""By how much the final weights of a run whose sums had another order may differ, as a share of the distance that
-training moved them."""
+"""Largest accepted difference between the final weights of a run and of its replay, if a backend chose the order of the
+run's sums. The difference is a fraction of the distance by which training moved the weights."""
 
 
 @dataclass(frozen=True)
@@ -51,32 +52,37 @@ class Replayed:
     """The result of `starling.replay`."""
 
     outcome: Outcome | None
-    """What the virtual engine has at the end: the learners' states. None if the replay ended before the run did."""
+    """The outcome of the virtual engine, with the learners' final states. None if the replay ended before the end of
+    the run."""
     runs: Sequence[Run]
-    """What was replayed: one run, and one more for each resume."""
+    """The replayed runs: the first run of the experiment, and one more for each time that it was resumed."""
     losses: Sequence[float]
-    """The median loss of each epoch's mini-batches; NaN counts as infinite."""
+    """The median loss of the mini-batches of each epoch, where NaN counts as infinite."""
     difference: float | None = None
-    """If a backend summed gradients in an order of its own: the largest difference of a learner's final weights from
-    those of the run, as a share of the distance by which training moved them. None if all weights are the same."""
+    """The largest difference between a learner's final weights in the replay and in the run, as a fraction of the
+    distance by which training moved them. It is given if a backend chose the order in which it summed gradients. None
+    if all weights are the same."""
     ended: RecordEnded | None = None
-    """Why the replay ended before the run did, unless it was stopped on purpose."""
+    """The reason why the replay ended before the end of the run. None if it did not, or if it was stopped on
+    purpose."""
 
     @property
     def states(self) -> Mapping[int, int]:
-        """How many recorded hashes of weights were found again, by learner: all of them."""
+        """The number of recorded hashes of weights that the replay reproduced, by learner. A replay that does not
+        reproduce all of them raises an error."""
         return Counter(script.learner for run in self.runs for script in run.scripts for _ in script.states)
 
 
 class States(Observer):
-    """Keeps the hashes of states that a record has, and the states from which the next run resumes, `wanted`."""
+    """Observer that keeps the hashes of the states that a record contains, and the states at the position `wanted`,
+    from which the next run resumes."""
 
     def __init__(self, saves: bool, wanted: Position | None, told: Callable[[int], object]) -> None:
         self._saves, self._wanted, self._told, self._num_steps = saves, wanted, told, 0
         self.losses: dict[int, list[float]] = defaultdict(list)
-        """By epoch."""
+        """Losses of the mini-batches, by epoch."""
         self.found: dict[tuple[int, int], list[tuple[int, str]]] = defaultdict(list)
-        """By membership and learner."""
+        """Number of steps and hash of each state, by membership and learner."""
         self._kept: dict[int, dict[int, list[LearnerState]]] = defaultdict(lambda: defaultdict(list))
         self._number = 0
 
@@ -110,8 +116,8 @@ class States(Observer):
 
     @property
     def checkpoints(self) -> Iterator[Checkpoint]:
-        """The checkpoints that could have been written at the `wanted` position: an epoch may end at a barrier, and a
-        membership right after it."""
+        """Yield the checkpoints that could have been written at the `wanted` position. There may be several, because an
+        epoch may end at a barrier, and a membership may end right after that."""
         for kept in self._kept.values():
             world = next(iter(kept.values()))[0].world
             for states in zip(*map(kept.__getitem__, range(world)), strict=False):
@@ -128,20 +134,23 @@ def replay(
 ) -> Replayed:
     """Run an experiment again, in this process and in the recorded order, and check its weights.
 
-    Each learner's weights at its beginning, at each checkpoint and at the end have the hashes that its process
-    recorded. A run that resumed begins with the states that the replay has reached, or with `checkpoint`.
+    The replay hashes each learner's weights at the beginning, at each checkpoint and at the end, and compares the
+    hashes with those that the learner's process recorded. The replay of a resumed run begins with the states that the
+    replay of the run before has reached, or with `checkpoint`.
 
     Args:
         job: The job that was trained.
         experiment: The experiment's folder.
-        progress: Called with `mini-batches`, how many have been computed, and how many there are.
-        checkpoint: The checkpoint from which the newest run resumed; then only that run is replayed.
-        watch: Called with each gradient; the replay stops where it returns True.
-        check: Whether the weights must be those of the record. If not, the job may have another learning rate, or
-            any other change with which learners can keep to the order.
+        progress: Called with the text `mini-batches`, the number of mini-batches computed so far, and their total
+            number.
+        checkpoint: The checkpoint from which the newest run resumed. If it is given, only the newest run is replayed.
+        watch: Called after each gradient. The replay stops when `watch` returns True.
+        check: Whether the weights must equal the recorded weights. If False, the job may have a different learning
+            rate, or any other change that lets learners follow the recorded order.
 
     Raises:
-        ReplayError: The record is damaged or of other code, this machine computes otherwise, or weights differ.
+        ReplayError: The record is damaged or was written by different code, this machine computes differently, or
+            weights differ from the record.
         ConfigError: The strategy cannot be replayed, or there is no record.
         CheckpointError: The checkpoint is damaged.
 
@@ -167,8 +176,8 @@ def replay_runs(
     watch: Watch | None = None,
     check: bool = True,
 ) -> Replayed:
-    """Replay runs, each of which began with a state of the one before; `job_of` returns the job of each. Raises as
-    `replay` does, except that a record that ends before its run is no error."""
+    """Replay successive runs, each of which resumed from a state of the run before. `job_of` returns the job of a run.
+    Raises the same errors as `replay`, except that a record may end before its run did."""
     found: Iterable[Checkpoint] = ()
     if checkpoint is not None:
         runs, found = runs[-1:], [load(Path(checkpoint))]
@@ -209,19 +218,21 @@ def replay_runs(
 
 
 def _counted_from(before: int, watch: Watch) -> Watch:
-    """`watch`, with moments that are counted across runs."""
+    """Return `watch` for moments whose numbers continue after those of earlier runs, which have `before` gradients."""
     return lambda moment: watch(replace(moment, number=before + moment.number))
 
 
 class Watching:
-    """Shows what learners do in a replay, up to a moment.
+    """Watches the gradients of learners in a replay, up to a chosen moment.
 
-    `until` is the number of a gradient or a condition such as `gradient>100`, of one `learner` if that is given.
-    Infinity and NaN are more than any number. With `draws`, each figure of each learner becomes a curve. `expressions`
-    such as `largest=g.abs().max()` define further figures: Python expressions of the gradient `g`, the weights `w`, the
-    `mean` of all learners' weights, the other figures, and `torch`.
+    `until` is the number of a gradient, or a condition on the figures of a gradient, such as `gradient>100`. If
+    `learner` is given, `until` applies to that learner's gradients only. Infinity and NaN are greater than any number.
+    With `draws`, each figure of each learner becomes a curve. `expressions` such as `largest=g.abs().max()` define
+    further figures. They are Python expressions of the gradient `g`, the weights `w`, the `mean` of all learners'
+    weights, the other figures, and `torch`.
 
-    Raises ConfigError if `until` is neither, or missing beside `learner`, or an expression cannot be evaluated.
+    Raises ConfigError if `until` is neither a number nor a condition, if `learner` is given without `until`, or if an
+    expression cannot be evaluated.
     """
 
     FIGURES = ("loss", "gradient", "weights", "distance", "staleness")
@@ -243,7 +254,7 @@ class Watching:
             raise ConfigError("--learner: it says whose gradients --until means; give --until, too")
         self._learner, self.draws, self.newest = learner, draws, dict[int, Moment]()
         self.figures: dict[int, dict[str, float]] = {}
-        """Of the newest gradient of each learner, by name."""
+        """The figures of the newest gradient of each learner, by their names."""
         self._curves: Curves | None = None
         self._limits = {"number": math.inf}
         found = re.fullmatch(rf"({'|'.join(self.names)})\s*>\s*(\S+)", until or "")
@@ -262,7 +273,7 @@ class Watching:
 
     @contextmanager
     def drawing(self, folder: Path) -> Generator[None, None, None]:
-        """A context that draws curves, in place of those of an earlier replay."""
+        """Return a context in which curves are drawn into `folder`. They replace the curves of an earlier replay."""
         shutil.rmtree(folder, ignore_errors=True)
         with closing(Curves(folder)) as self._curves:
             yield
@@ -278,7 +289,7 @@ class Watching:
         return any(not (figures | {"number": moment.number})[name] <= limit for name, limit in self._limits.items())
 
     def _figures(self, moment: Moment) -> dict[str, float]:
-        """The figures of a gradient. Raises ConfigError if an expression gives none."""
+        """Return the figures of a gradient. Raises ConfigError if an expression does not give a number."""
         found = {name: float(getattr(moment, name)) for name in self.FIGURES}
         for name, code in self._codes.items():
             try:
@@ -288,7 +299,8 @@ class Watching:
         return found
 
     def show(self, console: Console) -> None:
-        """Print the newest gradient of each learner, the last one of all at the end, with its examples."""
+        """Print the newest gradient of each learner. The most recent gradient of all is printed last, with its
+        examples."""
         names = ("no.", "learner", "epoch", "batch", *self.names)
         table = Table(*(Column(name, overflow="fold") for name in names), box=None)
         newest = sorted(self.newest.values(), key=attrgetter("number"))
@@ -304,7 +316,8 @@ class Watching:
 def replay_recipe(
     experiment: Path, checkpoint: Path | None, watching: Watching | None, changes: Sequence[str], console: Console
 ) -> None:
-    """Replay the experiment of a recipe, and print what was checked; then replay it with changes, if there are any."""
+    """Replay the experiment of a recipe, and print the results of the checks. If there are `changes` to the recipe,
+    replay the experiment once more with these changes."""
     folder = existing(experiment)
 
     def replayed(watch: Watch | None, *changes: str) -> Replayed:
@@ -353,8 +366,8 @@ def replay_recipe(
 
 
 def _start(job: Job, run: Run, checkpoints: Iterable[Checkpoint]) -> list[LearnerState] | None:
-    """The states with which the learners of a run began: those that one of these checkpoints gives them. None if it
-    began with none."""
+    """Return the states with which the learners of a run began, from the checkpoint that matches them. Return None if
+    the run did not resume from a checkpoint."""
     if run.plan.position == Position():
         return None
     described, scripts, place = job.strategy.described(job.options), run.memberships[0], run.segments[0]
@@ -373,7 +386,8 @@ def _start(job: Job, run: Run, checkpoints: Iterable[Checkpoint]) -> list[Learne
 
 @contextmanager
 def _as_recorded(scripts: Sequence[Script]) -> Generator[None, None, None]:
-    """A context in which this process computes as the learners did. Raises ReplayError if it cannot."""
+    """Return a context in which this process computes in the same way as the learners did. Raises ReplayError if this
+    is impossible."""
     threads = torch.get_num_threads()
     for script in scripts:
         torch.set_num_threads(int(script.arithmetic["threads"]))
@@ -389,8 +403,10 @@ def _as_recorded(scripts: Sequence[Script]) -> Generator[None, None, None]:
 
 
 def _compare(job: Job, run: Run, observer: States, outcome: Outcome | None) -> float | None:
-    """Raise ReplayError unless the replay has the states of the record. If a backend summed the run's gradients, only
-    its `outcome` is compared with the newest checkpoint: returns the largest difference of a learner's weights."""
+    """Raise ReplayError unless the replay has the recorded states.
+
+    If a backend chose the order of sums in the run, compare only `outcome` with the newest checkpoint, and return the
+    largest difference of a learner's weights."""
     try:
         _compare_hashes(run, observer)
     except ReplayError:
@@ -407,8 +423,9 @@ def _compare(job: Job, run: Run, observer: States, outcome: Outcome | None) -> f
 
 
 def _difference(job: Job, outcome: Outcome, checkpoint: Path) -> float:
-    """The largest difference of a learner's weights from those in a checkpoint, as a share of the distance by which
-    training moved them. Infinite if the checkpoint is not of the end."""
+    """Return the largest difference between a learner's weights and those in a checkpoint, as a fraction of the
+    distance by which training moved the weights. The result is infinite if the checkpoint was not saved at the end of
+    the run."""
     saved, states = load(checkpoint), outcome.states
     if saved.manifest.position != states[0].position or len(states) != saved.manifest.world:
         return math.inf
@@ -419,11 +436,11 @@ def _difference(job: Job, outcome: Outcome, checkpoint: Path) -> float:
 
 
 def _compare_hashes(run: Run, observer: States) -> None:
-    """Raise ReplayError unless the replay has the states of the record."""
+    """Raise ReplayError unless the hashes of the replay's states equal the recorded hashes."""
     for script in run.scripts:
         found = observer.found[script.number, script.learner]
-        # a learner may have finished, with a state that no replay computes, before others were lost; it then begins the
-        # next membership with those weights
+        # a learner may have finished before others were lost, with a state that no replay computes; it then begins the
+        # next membership with the weights of that state
         had_finished = NO_BATCH in script.turns and script.number < run.scripts[-1].number
         expected = script.states[: len(found)] if had_finished else script.states
         for number, (step, sha256) in enumerate(expected):

@@ -1,4 +1,4 @@
-"""Trains with real processes, as the launcher or as one of its learners: the recipe of any task, or, by
+"""Training with real processes, in the launcher and in its learners. It trains the recipe of any task or, through
 `starling.train`, any PyTorch model and data."""
 
 import io
@@ -36,11 +36,12 @@ from starling.training.flat import load_weights
 from starling.training.job import Job
 
 _RESUMES = "set up"
-"""Key in the store under which learner 0 tells that the run is set up, and from which checkpoint it resumes."""
+"""Key of the store under which learner 0 announces that the run is set up, and from which checkpoint it resumes."""
 
 
 def train_recipe(path: Path, overrides: Sequence[str], tell: Say, console: Console, command: str) -> None:
-    """Train the recipe in a file: as the launcher or, if a launcher has started this process, as a learner."""
+    """Train the recipe in a file. If a launcher has started this process, it is a learner; otherwise it is the
+    launcher."""
     if not is_learner():
         run_training(*load_recipe(path, overrides, command=command), tell, console)
         return
@@ -54,9 +55,9 @@ def train_recipe(path: Path, overrides: Sequence[str], tell: Say, console: Conso
 
 
 def run_training(task: Task[RunT], recipe: RunT, tell: Say, console: Console) -> RunT:
-    """Train with `learners` processes, then score the model; return the recipe with the chosen strategy.
+    """Train with `learners` processes, then score the model. Return the recipe with the chosen strategy.
 
-    Scores go to `tell`, everything else to `console`.
+    Scores are passed to `tell`; everything else is printed on `console`.
     """
     say, folder = say_on(console), ExperimentFolder(recipe.folder)
     if recipe.launch.kind == "local" and (line := crowding_warning(recipe.learners, cores_here())):
@@ -75,8 +76,8 @@ def run_training(task: Task[RunT], recipe: RunT, tell: Say, console: Console) ->
 
 
 def train_as_learner(task: Task[RunT], recipe: RunT, link: Link | None, tell: Say, console: Console) -> RunT:
-    """Train as one learner, started by Starling's launcher if there is a `link` to it, else by torchrun or Slurm;
-    otherwise as `run_training`.
+    """Train as one learner. If there is a `link`, Starling's launcher has started this process; otherwise torchrun or
+    Slurm has. Apart from that, this function is like `run_training`.
 
     Without Starling's launcher, learner 0 sets up the run while the others wait, and scores the model at the end.
     """
@@ -105,8 +106,8 @@ def train_as_learner(task: Task[RunT], recipe: RunT, link: Link | None, tell: Sa
 
 
 def _set_up(task: Task[RunT], recipe: RunT, say: Say, console: Console) -> RunT:
-    """Check the needs of a run, set it up and claim its folder; return the recipe with the checkpoint from which it
-    resumes."""
+    """Check the requirements of a run, set it up, and claim its folder. Return the recipe with the checkpoint from
+    which the run resumes."""
     recipe = kept(resolve_resume(task, recipe), say)
     check_engine(recipe)
     with Bars(console) as bars:
@@ -118,7 +119,7 @@ class JobConfig(RunConfig):
     """The settings of a run that `starling.train` starts; saved as `config.yaml` in its folder."""
 
     trains: str
-    """The name of the workload's class, for information."""
+    """The name of the workload's class, for readers of the file."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class Trained:
     """The newest checkpoint, with the consensus model and the state of every learner."""
 
     def model(self) -> nn.Module:
-        """The consensus model, in evaluation mode, on the CPU."""
+        """Return the consensus model on the CPU, in evaluation mode."""
         return load_weights(self.job.workload.make_model(), self.checkpoint)
 
 
@@ -156,7 +157,7 @@ def train(
     """Train a job with `learners` processes, on this machine or on a Ray cluster.
 
     Every mini-batch of an epoch is computed exactly once, whatever the learners' speeds. Checkpoints, resuming, lost
-    and joining learners, faults on purpose, `starling status` and `starling join` work as they do for a recipe.
+    learners, joiners, injected faults, `starling status` and `starling join` work as they do for a recipe.
 
     Learners receive a pickled copy of the job and import this script. Everything the job refers to must therefore be
     defined at the top level of a module or of the script, and this call must be under `if __name__ == "__main__":`.
@@ -170,7 +171,8 @@ def train(
         name: The experiment's folder inside `exp`. An earlier run there is moved aside.
         exp: The folder of all experiments.
         resume: An experiment or a checkpoint to resume from.
-        follow: An experiment whose recorded order of events the learners keep to, so that they end with its weights.
+        follow: An experiment whose recorded order of events the learners follow, so that they end with the same
+            weights as that experiment.
         overwrite: Remove an earlier run instead of moving it aside.
         on_loss: What happens when a learner is lost: `continue` without it, `replace` it, or `stop`.
         checkpoints: Options of a recipe's `checkpoints` section: `minutes`, `epochs`, `every`, `keep`.
@@ -214,21 +216,21 @@ def train(
 
 
 def train_quietly(job: Job, learners: int, **given: Any) -> Trained:
-    """Train to measure: without output and without checkpoints by time; if a learner is lost, the run ends."""
+    """Train in order to measure, without output and without timed checkpoints. If a learner is lost, the run ends."""
     quiet, rarely = Console(file=io.StringIO()), {"minutes": None}
     return train(job, learners, overwrite=True, on_loss="stop", checkpoints=rarely, console=quiet, **given)
 
 
 @dataclass(frozen=True)
 class GivenJob(Task[RunConfig]):
-    """The task of `starling.train`: a job that is given as an object, which learners get as a pickled copy."""
+    """The task of `starling.train`: a job that is given as an object. Learners receive a pickled copy of the job."""
 
     job: Job
 
     def make_job(
         self, recipe: RunConfig, folder: ExperimentFolder | None = None, learners_here: int | None = None
     ) -> Job:
-        """The job with the strategy and the other settings of a run."""
+        """Return the job with the strategy and the other settings of a run."""
         autocast = self.job.autocast or recipe.engine.autocast == "bf16"
         return replace(self.job, autocast=autocast, **settings_of(recipe))
 

@@ -1,7 +1,7 @@
 """`starling.join`: turns an existing PyTorch training loop into one learner of several.
 
-The module also checks for parts of a loop that learners cannot train together, for remains of DistributedDataParallel
-in it, and for anything else that would harm learners."""
+The module also checks the loop for parts that learners cannot train together, for leftovers of DistributedDataParallel,
+and for anything else that would harm learners."""
 
 import inspect
 import warnings
@@ -53,33 +53,36 @@ def join(
 ) -> JoinedLearner:
     """Let your own PyTorch loop train `model` together with the other processes that `torchrun` started.
 
-    Under plain `python` there is one learner, and the loop computes the same bits as without `join`. All learners start
-    from learner 0's model. Parameter groups, learning rate schedulers, gradient clipping and autocast work as usual.
+    Under plain `python` there is one learner, and the loop's results are bit-identical to those without `join`. All
+    learners start from learner 0's model. Parameter groups, learning rate schedulers, gradient clipping and autocast
+    work as usual.
 
     Learners train the parameters that are trainable or in the optimizer when `join` is called. You may freeze and
-    unfreeze these later with `requires_grad_`.
+    unfreeze these parameters later with `requires_grad_`.
 
     Args:
         model: The model, on its device. Change its dtype, device or layers before joining.
-        optimizer: Any optimizer of `torch.optim`, except LBFGS, over the model's parameters; or a list of several, each
-            with parameters of its own, such as Muon and AdamW, or those of a GAN.
+        optimizer: Any optimizer of `torch.optim` except LBFGS, over the model's parameters. If the loop has several
+            optimizers with separate parameters, such as Muon and AdamW or the two optimizers of a GAN, pass a list.
         strategy: A name that `starling strategies` lists, a `module:name`, or a `Strategy`.
-        seed: Determines random patterns.
-        timeout_seconds: The longest wait for another learner.
-        most_not_finite: How many successive gradients that are not finite end the run. They make no optimizer step.
-        on_loss: What the other learners do when one is lost: `stop` with an error that names it, or `continue` without
-            it. With `continue`, a restarted process, or another with a RANK of its own, joins the run.
-        record: A folder in which the learners record the order of their events; what it had of an earlier run is
-            replaced.
-        follow: A folder with the record of such a run. The learners keep to its order, so that a loop that computes the
-            same gradients ends with the same weights, bit for bit.
+        seed: The seed of random communication patterns.
+        timeout_seconds: The longest time to wait for another learner.
+        most_not_finite: The number of successive non-finite gradients after which the run ends. Until then, such
+            gradients are skipped.
+        on_loss: What the other learners do when a learner is lost. With `stop`, they raise an error that names the lost
+            learner. With `continue`, they continue without it; a restarted process, or a new process with its own RANK,
+            can then join the run.
+        record: A folder in which the learners record the order of their events. The record of an earlier run in this
+            folder is replaced.
+        follow: A folder that contains such a record. The learners follow the recorded order, so that a loop that
+            computes the same gradients ends with bit-identical weights.
         options: The strategy's options, such as `pattern="pairs"`.
 
     Raises:
         ConfigError: The strategy, its options, the model or the optimizer cannot be used.
         ProtocolError: Learners differ in configuration, model or version.
-        PeerLost: Another learner did not come.
-        ReplayError: The record to `follow` is damaged, or the learners end with other weights.
+        PeerLost: Another learner did not connect in time.
+        ReplayError: The record to `follow` is damaged, or the learners end with weights that differ from the record.
     """
     check_loop(model, joined := as_one(optimizer))
     chosen = strategy if isinstance(strategy, Strategy) else find_strategy(strategy)
@@ -119,8 +122,8 @@ def _check(
     most_not_finite: int,
     on_loss: str,
 ) -> None:
-    """Raise `ConfigError` for arguments of `join` that are out of range or do not suit the strategy, such as an
-    optimizer whose steps servers cannot make, or that cannot step in shared memory."""
+    """Raise `ConfigError` for arguments of `join` that are out of range or do not suit the strategy. For example,
+    servers cannot make the steps of some optimizers, and some optimizers cannot step in shared memory."""
     for member in members_of(optimizer) if strategy.is_served or not strategy.steps_itself else ():
         kind = type(member).__name__
         if callable(getattr(member, "train", None)) and callable(getattr(member, "eval", None)):
@@ -160,27 +163,30 @@ def attach(
     scaler: GradScaler | None = None,
     **options: Any,
 ) -> JoinedLearner:
-    """Like `starling.join`, for a loop that cannot be changed: its calls of `optimizer.step()` become the learner's.
+    """Join a loop whose code cannot be changed. Each call of `optimizer.step()` in the loop becomes a learner's step.
 
-    Call it once, after the optimizer was made and before the first step. The arithmetic is that of
-    `JoinedLearner.step`, to the bit. A step with a closure works, too. A process that ends without an error closes its
-    learner. The loop itself saves this learner's own weights; save within `consensus()` of the result instead.
+    Call `attach` once, after creating the optimizer and before its first step. The results are bit-identical to those
+    of `JoinedLearner.step`. A step with a closure works, too. A process that ends without an error closes its learner.
+    If the loop saves the model, it saves this learner's own weights. To save the mean of all learners' weights, save
+    within `consensus()` of the returned learner.
 
-    The optimizer's other hooks act once for each step. Those registered before see this learner's own gradient.
+    The optimizer's other hooks act once for each step. Hooks that were registered before `attach` see this learner's
+    own gradient.
 
     Args:
-        optimizer: The loop's optimizer, or a list of its optimizers: each call of `step` is then a step of the learner
-            with that optimizer alone.
-        model: The model that it trains.
-        strategy: As in `starling.join`.
-        scaler: The loop's `GradScaler`, whose `step` becomes the learner's as well. Without it, a step that the scaler
-            skips is no step of the learner, which learners of a synchronous strategy do not survive.
-        options: The other keywords of `starling.join`, and the strategy's options.
+        optimizer: The loop's optimizer, or a list of its optimizers. With a list, each call of an optimizer's `step` is
+            a step of the learner with that optimizer alone.
+        model: The model that the optimizer trains.
+        strategy: The strategy, as in `starling.join`.
+        scaler: The loop's `GradScaler`. Its `step` becomes a learner's step as well. If you omit a scaler that the loop
+            uses, a step that the scaler skips is not a step of the learner, and learners of a synchronous strategy
+            then make unequal numbers of steps and fail.
+        options: The other keyword arguments of `starling.join`, and the strategy's options.
 
     Raises:
-        ConfigError: `starling.join` raises it.
-        ProtocolError: `starling.join` raises it.
-        PeerLost: `starling.join` raises it.
+        ConfigError: The cause is one that `starling.join` lists.
+        ProtocolError: The cause is one that `starling.join` lists.
+        PeerLost: The cause is one that `starling.join` lists.
     """
     learner = join(model, optimizer, strategy, **options)
     learner.take_over(scaler)
@@ -188,9 +194,9 @@ def attach(
 
 
 def steps_together(strategy: str, options: dict[str, Any]) -> bool:
-    """Whether all processes would make their steps together under a strategy, if they joined now.
+    """Return whether all processes would make their steps together under a strategy if they joined now.
 
-    `options` are the keywords of `join`."""
+    `options` are the keyword arguments of `join`."""
     chosen = find_strategy(strategy)
     own = {name: value for name, value in options.items() if name in owners(chosen.options)}
     world = number_of_learners()
@@ -198,8 +204,8 @@ def steps_together(strategy: str, options: dict[str, Any]) -> bool:
 
 
 def shared_place(timeout_seconds: float = CONNECT) -> Place:
-    """This process's place, with the store that all calls of `join` share: a process connects to it once, because
-    learner 0 may own it. A lone learner has a store of its own."""
+    """Return this process's place, which includes the store that all calls of `join` share. A process connects to the
+    store only once, because learner 0 may own it. A lone learner has its own store."""
     if not is_learner():
         return Place(0, 1, 0, 1, HashStore())
     if not _places:
@@ -208,14 +214,15 @@ def shared_place(timeout_seconds: float = CONNECT) -> Place:
 
 
 def prepare_to_survive(timeout_seconds: float = CONNECT) -> None:
-    """Connect to the coordinator before `join(…, on_loss="continue")`, so that samplers that begin earlier use the
-    store that outlives every learner."""
+    """Connect to the coordinator before `join(…, on_loss="continue")` is called. Samplers that are used before `join`
+    then share the coordinator's store, which outlives every learner."""
     _prepared[:] = [_connected(timeout_seconds)]
     _surviving[:] = [_prepared[0].place]
 
 
 def newest_place() -> Place:
-    """This process's place in the newest run, with its coordinator's store if the run survives losses."""
+    """Return this process's place in the newest run. If the run survives lost learners, the place has the coordinator's
+    store."""
     return _surviving[0] if _surviving else shared_place()
 
 
@@ -269,8 +276,8 @@ def check_loop(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def check_modules(model: nn.Module, strategy: str, is_in_step: bool) -> None:
-    """Raise `ConfigError` for modules that communicate although learners are not in step; warn of metrics that do so
-    when they are computed."""
+    """Raise `ConfigError` for modules that communicate between processes if learners do not step together. Warn of
+    metrics that communicate when they are computed."""
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm) and not is_in_step:
             raise ConfigError(

@@ -1,5 +1,5 @@
-"""Recipe files, including the recipes in the package: YAML in which 1e-3 is a number and no key is given twice, merged
-with the recipe's base and with `key=value` arguments."""
+"""Recipe files, including the recipes in the package. They are YAML in which 1e-3 is a number and no key may be given
+twice. A recipe is merged with its base and with `key=value` arguments."""
 
 import copy
 import re
@@ -16,17 +16,17 @@ from starling.files import writing
 
 Tree = dict[str, Any]
 SHIPPED = Path(__file__).parents[1] / "recipes"
-"""Folder of the recipes in the package, which may be given by name."""
+"""Folder of the recipes in the package, which users may refer to by name."""
 MAX_LENGTH = 1 << 20
 """Maximum length of a recipe, in characters."""
 MAX_VALUES = 20_000
-"""Maximum number of keys and values in a recipe, with its aliases expanded."""
+"""Maximum number of keys and values in a recipe after its YAML aliases are expanded."""
 MAX_DEPTH = 50
 """Maximum depth of nesting."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's safe subset, except that 1e-3 is a number and a key given twice is an error."""
+    """Loader of YAML's safe subset, except that 1e-3 is a number and a repeated key is an error."""
 
     def fetch_flow_collection_start(self, TokenClass: Any) -> None:  # noqa: N803 - PyYAML's own name
         if self.flow_level > MAX_DEPTH:  # checked here, because PyYAML's scanner is slow on deep nesting
@@ -52,7 +52,7 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """The content of a YAML text. `where` names its source in the ConfigError for an invalid one."""
+    """Return the content of a YAML text. If the text is invalid, the ConfigError names its source, `where`."""
     if len(text) > MAX_LENGTH:
         raise ConfigError(f"{where}: {len(text):,} characters, but a recipe may have at most {MAX_LENGTH:,}")
     try:
@@ -75,7 +75,7 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def _check_size(root: yaml.Node, where: str) -> None:
-    """Raise ConfigError if a document is too large or too deep with its aliases expanded, or contains itself."""
+    """Raise ConfigError if a document contains itself, or is too large or too deep after its aliases are expanded."""
     sizes: dict[int, int] = {}
     open_nodes: set[int] = set()
 
@@ -97,10 +97,11 @@ def _check_size(root: yaml.Node, where: str) -> None:
 
 
 def read_recipe(path: Path) -> Tree:
-    """The tree in a recipe file, merged over the tree of its `base:` (a path relative to the recipe), if it has one.
+    """Return the tree in a recipe file. If the recipe has a `base:` (a path relative to the recipe), its tree is merged
+    over the tree of the base.
 
-    Both may also be the names of recipes in the package. Raises ConfigError for a file that is missing or not a YAML
-    mapping, and for circular bases.
+    Both the recipe and the base may also be names of recipes in the package. Raises ConfigError for a file that is
+    missing or is not a YAML mapping, and for circular bases.
     """
     tree: Tree = {}
     for _, own in _with_bases(path):
@@ -109,7 +110,8 @@ def read_recipe(path: Path) -> Tree:
 
 
 def _with_bases(path: Path) -> Iterator[tuple[Path, Tree]]:
-    """The file of a recipe, the file of its base and so on, each with its own keys."""
+    """Yield the file of a recipe, the file of its base, the file of the base's base and so on, each with the keys that
+    the file itself contains."""
     seen: list[Path] = []
     path = _located(path, str(path))
     while True:
@@ -127,14 +129,15 @@ def _with_bases(path: Path) -> Iterator[tuple[Path, Tree]]:
 
 
 def _located(path: Path, name: str) -> Path:
-    """The recipe of the package with this name; `path` if such a file exists, or there is no such recipe."""
+    """Return the path of the package's recipe with this name. Return `path` if such a file exists, or if the package
+    has no such recipe."""
     shipped = _shipped().get(name)
     return path if shipped is None or path.exists() else shipped
 
 
 def merge(below: Tree, above: Tree) -> Tree:
-    """Merge `above` over `below`: mappings are merged unless both state a `kind` and the kinds differ; other values are
-    replaced."""
+    """Merge `above` over `below`. Mappings are merged recursively, unless both have a `kind` and the kinds differ. All
+    other values are replaced."""
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
@@ -167,9 +170,10 @@ _SHORTHANDS = ("strategy",)  # keys whose plain value is short for {name: value}
 
 
 def apply_overrides(tree: Tree, overrides: Sequence[str]) -> Tree:
-    """A copy of `tree` with each `dotted.key=value` applied in order; values are YAML.
+    """Return a copy of `tree` to which each `dotted.key=value` has been applied in order. Values are YAML.
 
-    Raises a ConfigError that lists every argument that has another form, or whose key lies inside a plain value.
+    Raises one ConfigError that lists every argument that does not have this form or whose key lies inside a plain
+    value.
     """
     result = copy.deepcopy(tree)
     problems: list[str] = []
@@ -199,12 +203,13 @@ def _apply(tree: Tree, argument: str) -> None:
 
 
 def summaries() -> dict[str, str]:
-    """A summary of each recipe by its name: the first comment of its file."""
+    """Return a summary of each recipe in the package, by name. The summary is the first comment of the recipe's
+    file."""
     return {name: file.read_text(encoding="utf-8").splitlines()[0].lstrip("# ") for name, file in _shipped().items()}
 
 
 def copy_recipe(name: str, to: Path) -> list[Path]:
-    """Copy a recipe and its bases into the folder `to`; return the new files.
+    """Copy a recipe and its bases into the folder `to`, and return the new files.
 
     Raises:
         ConfigError: There is no recipe of that name, a file exists already, or the folder cannot be written.
@@ -224,5 +229,5 @@ def copy_recipe(name: str, to: Path) -> list[Path]:
 
 
 def _shipped() -> dict[str, Path]:
-    """The recipes in the package, by name."""
+    """Return the paths of the recipes in the package, by name."""
     return {path.stem: path for path in sorted(SHIPPED.glob("*.yaml"))}

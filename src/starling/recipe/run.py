@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 KNOWN_TO_WORK = ("adam", "adamw", "sgd")
-"""Optimizers that need no trial step without options, so that commands that do not train can read a recipe without
-torch."""
+"""Optimizers that are known to work with their default options. A recipe that uses one of them can be checked without a
+trial step, and therefore without importing torch."""
 
 
 class OptimizerConfig(Config):
@@ -49,7 +49,8 @@ class OptimizerConfig(Config):
 
     @model_validator(mode="after")
     def _works(self) -> OptimizerConfig:
-        """Take a step with the optimizer on a matrix and a vector. Raises ValueError with the reason if that fails."""
+        """Make a trial step with the optimizer on a matrix and a vector. Raises ValueError with the reason if the step
+        fails."""
         if not self.options and self.name.lower() in KNOWN_TO_WORK:
             return self
         import torch
@@ -76,10 +77,10 @@ class OptimizerConfig(Config):
         return self
 
     def maker(self) -> Callable[[list[nn.Parameter]], Optimizer]:
-        """A function that makes a learner's optimizer, with the peak learning rate.
+        """Return a function that makes a learner's optimizer with the peak learning rate.
 
-        It selects torch's `fused` implementation if there is one, which is several times faster on the CPU, unless the
-        options select another.
+        Unless the options select an implementation, the function selects torch's `fused` implementation if there is
+        one, because it is several times faster on the CPU.
         """
         kind = self._kind()
         chosen = {"fused", "foreach", "differentiable"} & self.options.keys()
@@ -103,12 +104,13 @@ class OptimizerConfig(Config):
 AUTO = "auto"
 Candidate = Literal["allreduce", "delay-by-one", "dpsgd", "adpsgd", "hadpsgd"]
 CANDIDATES = get_args(Candidate)
-"""Strategies from which `auto` chooses, the plainest first. `hogwild` needs one machine, and `parameter-server` uses
-learners as servers."""
+"""Strategies from which `auto` can choose, the plainest first. `hogwild` requires that all learners are on one machine,
+and `parameter-server` uses some learners as servers."""
 
 
 class AutoOptions(Config):
-    """The options of `strategy: auto`, whose choice is made from measurements before the run and replaces it."""
+    """The options of `strategy: auto`. Before the run, `auto` chooses a strategy by measuring, and the chosen strategy
+    replaces `auto`."""
 
     among: tuple[Candidate, ...] = Field(default=CANDIDATES, min_length=1)
     """The strategies to choose from."""
@@ -136,7 +138,7 @@ AUTO_STRATEGY = Strategy(
     averages_gradients=always,  # a weighting may have an effect, and limits the choice
     kind="chosen by measuring",
 )
-"""A placeholder, for the checks that are made before the choice."""
+"""A placeholder for the strategy that `auto` will choose. It is used in checks that are made before the choice."""
 
 
 Learners = Annotated[int, Field(ge=1, le=4096)]
@@ -153,8 +155,9 @@ class StrategyChoice(BaseModel):
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy of that name: one of Starling or of an installed package, `module:name`, or the placeholder of
-        `auto`. Raises ConfigError if there is none."""
+        """The strategy with this name. The name may be that of a strategy in Starling or in an installed package,
+        `module:name`, or `auto`, for which the result is the placeholder. Raises ConfigError if there is no such
+        strategy."""
         return AUTO_STRATEGY if self.is_auto else find_strategy(self.name, also=[AUTO])
 
     @property
@@ -164,16 +167,17 @@ class StrategyChoice(BaseModel):
 
     @property
     def options(self) -> Config:
-        """The options, as the strategy's own model. Raises pydantic's ValidationError if they are wrong."""
+        """The options of the strategy, as its own configuration model. Raises pydantic's ValidationError if they are
+        wrong."""
         return self.strategy.options.model_validate(self.model_extra or {})
 
     @property
     def described(self) -> str:
-        """The strategy with all its options, in the form in which a checkpoint names it."""
+        """The text that describes the strategy and all its options in a checkpoint."""
         return self.strategy.described(self.options)
 
     def check_for(self, learners: int, island: Island = NO_ISLANDS, batch_shares: BatchShares | None = None) -> None:
-        """Raise ConfigError if the strategy's options do not fit this number of learners in islands, with these batch
+        """Raise ConfigError if the strategy's options do not fit this number of learners, these islands, or these batch
         shares."""
         if self.is_auto and island.size > 1:
             raise ConfigError(
@@ -347,8 +351,8 @@ class RunConfig(Config):
 
     @property
     def num_workers(self) -> int:
-        """The number of learners that compute gradients, each of its own mini-batches; a tensor island counts as
-        one."""
+        """The number of learners that compute gradients of their own mini-batches. A tensor island counts as one such
+        learner."""
         groups = self.between.sync_groups(self.strategy.options, self.learners)
         return groups.num_workers // self.island.tensor
 
@@ -359,13 +363,13 @@ class RunConfig(Config):
 
     @property
     def super_learner_size(self) -> int:
-        """The number of learners that step together as one of several super-learners; 1 if there are none."""
+        """The number of learners in each super-learner, which step together. 1 if there are no super-learners."""
         size = self.sync_group_size
         return size if size < self.learners else self.island.size
 
 
 class RecipeConfig(RunConfig):
-    """The settings of a run that is a recipe, whatever it trains."""
+    """The settings of a run that is described by a recipe. They do not depend on the recipe's task."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer of each learner, and its learning rate."""
@@ -374,7 +378,8 @@ class RecipeConfig(RunConfig):
 
 
 def strategy_problems(choice: StrategyChoice, learners: int | None = None, **others: Any) -> list[str]:
-    """Problems of a strategy or its options; if `learners` is given, also those that `check_for` finds."""
+    """Return the problems of a strategy and its options. If `learners` is given, include the problems that `check_for`
+    finds."""
     try:
         _ = choice.options  # raises if they are wrong
         if learners is not None:
@@ -387,10 +392,10 @@ def strategy_problems(choice: StrategyChoice, learners: int | None = None, **oth
 
 
 def dump_recipe(recipe: RunConfig) -> str:
-    """The resolved tree as YAML; loading it gives the same recipe."""
+    """Return the resolved tree of a recipe as YAML. Loading the YAML gives the same recipe."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def recipe_digest(recipe: RunConfig) -> str:
-    """SHA-256 of the resolved tree without `overwrite`; learners compare it."""
+    """Return the SHA-256 digest of the resolved tree without the key `overwrite`. Learners compare their digests."""
     return digest(recipe.model_dump(mode="json", exclude={"overwrite"}))

@@ -1,5 +1,5 @@
-"""The public API for a user's own PyTorch loop, and the hooks that turn its optimizers' steps into the learner's
-steps."""
+"""The public API for a user's own PyTorch loop, and the hooks that replace the steps of its optimizers with steps of
+the learner."""
 
 import atexit
 import hashlib
@@ -36,43 +36,48 @@ _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class LoopStats:
-    """One learner's counters so far."""
+    """The counters of one learner since it joined."""
 
     steps: int
-    """Number of calls of `step`, including those with a non-finite gradient."""
+    """Number of calls of `step`, including calls with a non-finite gradient."""
     steps_skipped: int
-    """Number of non-finite gradients, which made no optimizer step."""
+    """Number of non-finite gradients, which are skipped."""
     rounds: int
     """Number of averaging rounds in the learner's background."""
     rounds_per_gradient: float
     """Number of averaging rounds divided by the number of steps."""
     staleness: dict[int, int]
-    """Number of gradients by staleness: the changes to the weights between reading them and applying the gradient."""
+    """Number of gradients with each staleness, which is the number of changes to the weights between reading them and
+    applying the gradient."""
     bytes_sent: int
-    """Number of bytes that this learner has sent to others."""
+    """Number of bytes that this learner has sent to other learners."""
     seconds_computing: float
-    """Time in the loop and the optimizer, without `consensus`."""
+    """Time spent in the loop and in the optimizer, excluding `consensus`."""
     seconds_waiting: float
     """Time spent waiting for other learners."""
     consensus_distance: float | None
-    """(1/L) sum_l |w_l - mean|^2 of all learners' weights at the last `consensus`; None before the first."""
+    """(1/L) sum_l |w_l - mean|^2 over the weights w_l of the L learners at the last `consensus`. None before the first
+    `consensus`."""
 
 
 class JoinedLearner(AbstractContextManager["JoinedLearner"]):
-    """The model and the optimizer of your own loop as one of several learners; `starling.join` returns it.
+    """The model and the optimizer of your own loop, as one of several learners. `starling.join` returns this object.
 
     Call `step()` in place of `optimizer.step()`. Evaluate and save within `with consensus():` during the loop and
-    within `with consensus(final=True):` after it, and call `close()` at the end. As a context manager it closes itself,
-    and notifies the others immediately if your loop fails. If another learner is lost, `step`, `consensus` and `close`
-    raise `PeerLost`, which names it. A process that ends without closing exits with code 1, or 130 after Ctrl-C; after
-    the final consensus it closes. Its forked children are not learners.
+    within `with consensus(final=True):` after the loop, and call `close()` at the end. If you use the learner as a
+    context manager, it closes itself, and notifies the other learners immediately if your loop fails. If another
+    learner is lost, `step`, `consensus` and `close` raise `PeerLost` with the name of the lost learner.
+
+    A process that ends without closing its learner exits with code 1, or with code 130 after Ctrl-C. After the final
+    consensus, the end of the process closes the learner. Forked children of the process are not learners.
     """
 
     learner_id: int
     """This learner's permanent number: its RANK when it started. A restarted process takes the number of a lost
     learner."""
     is_in_step: bool
-    """Whether all learners make their steps together, and therefore equal numbers of them, as under `allreduce`."""
+    """Whether all learners make their steps together, as under `allreduce`, and therefore make equal numbers of
+    steps."""
 
     def __init__(
         self,
@@ -85,7 +90,7 @@ class JoinedLearner(AbstractContextManager["JoinedLearner"]):
         most_not_finite: int,
         record: LoopRecord | None = None,
     ) -> None:
-        """Connect to the learners of the run, `root`. Raises the errors listed at `starling.join`."""
+        """Connect to `root`, the learners of the run. Raises the errors that `starling.join` lists."""
         place, survives = root.place, root.feed.is_watched
         sync_groups = strategy.sync_groups(options, place.world)
         if sync_groups.num_workers < place.world:
@@ -118,32 +123,33 @@ class JoinedLearner(AbstractContextManager["JoinedLearner"]):
 
     @property
     def rank(self) -> int:
-        """This learner's number, in [0, world). Use it to choose data, and the learner that prints and saves. With
-        `on_loss="continue"` it changes with the membership."""
+        """This learner's number, in [0, world). Use it to choose the learner's data, and to choose the learner that
+        prints and saves. With `on_loss="continue"` the rank changes with the membership."""
         return self._life.learner.peers.rank
 
     @property
     def world(self) -> int:
-        """The number of learners. With `on_loss="continue"` it changes with the membership."""
+        """The number of learners. With `on_loss="continue"` the number changes with the membership."""
         return self._life.learner.peers.world
 
     @property
     def membership(self) -> int:
-        """The number of membership changes so far: learners that were lost or have joined. Compare it with an earlier
-        value to notice a change, for example to divide data again."""
+        """The number of membership changes so far, each of which is caused by learners that were lost or that joined.
+        Compare the number with an earlier value to notice a change, for example to divide the data again."""
         return self._life.learner.peers.membership.number
 
     @property
     def num_steps(self) -> int:
-        """The number of steps of the run. Without joiners, that is the number of calls of `step`. A process that joins
-        later begins with another learner's number; learners that step together have the same number."""
+        """The number of steps of the run. Without joiners, this is the number of calls of `step`. A process that joins
+        later begins with the number of another learner. Learners that step together have the same number."""
         return self._run.num_steps
 
     def step(self, scaler: GradScaler | None = None, *, optimizer: Optimizer | None = None) -> None:
         """Make a step of the strategy with the gradients that `backward` computed.
 
-        If a list of optimizers has joined, all of them step; with `optimizer`, only that one steps, and the gradients
-        of other parameters are ignored. Under a synchronous strategy, all learners step the same optimizers in turn.
+        If `starling.join` was given a list of optimizers, all of them step. With `optimizer`, only that optimizer
+        steps, and the gradients of other parameters are ignored. Under a synchronous strategy, all learners must step
+        the same optimizers in the same order.
 
         With fp16, pass the `scaler` instead of calling `scaler.step(optimizer)`, and call `scaler.update()` afterwards
         as usual. Gradients are unscaled first, unless `scaler.unscale_(optimizer)` has done so; scales may differ
@@ -153,14 +159,15 @@ class JoinedLearner(AbstractContextManager["JoinedLearner"]):
         not affected. Where learners step with the mean of their gradients, as under `allreduce`, that mean is
         non-finite for all of them, so all skip the step.
 
-        Weights that the loop itself has changed since the last step, by `load_state_dict` or a clamp, are adopted: the
-        mean over all learners changes by the mean of their changes. Under strategies that would lose such a change, or
-        take it for progress, it is a `ProtocolError`.
+        If the loop itself has changed weights since the last step, for example by `load_state_dict` or by clamping
+        them, the change is kept: the mean over all learners changes by the mean of their changes. Some strategies would
+        lose such a change or mistake it for progress; under these, it raises `ProtocolError`.
 
-        Raises `NonFiniteError` after `most_not_finite` such gradients in a row (an argument of `starling.join`), and
-        `ProtocolError` if learners of a synchronous strategy make unequal numbers of steps, or if a trained parameter
-        was unknown when the model joined, or has changed its dtype, shape or device. A parameter that was only
-        reallocated (`model.to(memory_format=...)`, an assignment to its `data`) continues with its present values.
+        Raises `NonFiniteError` after `most_not_finite` non-finite gradients in a row (an argument of `starling.join`).
+        Raises `ProtocolError` if learners of a synchronous strategy make unequal numbers of steps, if a trained
+        parameter was unknown when the model joined, or if a parameter has changed its dtype, shape or device. A
+        parameter that was only reallocated (`model.to(memory_format=...)`, an assignment to its `data`) continues with
+        its present values.
         """
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise ProtocolError(
@@ -177,25 +184,27 @@ class JoinedLearner(AbstractContextManager["JoinedLearner"]):
         self._run.statistics.num_steps += 1
 
     def take_over(self, scaler: GradScaler | None = None) -> None:
-        """From now on the loop calls `optimizer.step()`, or `scaler.step(optimizer)`, in place of `step()`.
+        """Make the learner step whenever the loop calls `optimizer.step()` or `scaler.step(optimizer)`.
 
-        `starling.attach` describes this. A process that ends without an error closes its learner.
+        Do not call `step()` afterwards. `starling.attach` describes this mode. A process that ends without an error
+        closes its learner.
         """
         self._hooks.attach(self.step, scaler)
 
     @contextmanager
     def consensus(self, final: bool = False) -> Generator[None, None, None]:
-        """A context in which the model holds the mean of all learners' weights and floating-point buffers.
+        """Return a context in which the model contains the mean of all learners' weights and floating-point buffers.
 
-        By default that is the current mean, and afterwards the model holds exactly what it held before. Each learner
-        may call it alone, any number of times, while others compute; calls at different times give different means.
+        By default this is the current mean, and the model's own values are restored exactly when the context ends. Each
+        learner may call `consensus` alone, any number of times, while other learners compute. Calls at different times
+        give different means.
 
-        With `final` the model holds the mean of all final weights, within the context and afterwards, with the same
-        bits on all learners that request it. Call it after this learner's last step: it waits until all others have
-        made theirs and called `consensus(final=True)` or `close`. No steps may follow; another `consensus` gives the
-        same model.
+        With `final`, the model contains the mean of all final weights, both within the context and afterwards. The mean
+        is bit-identical on all learners that request it. Call `consensus(final=True)` after this learner's last step.
+        It waits until every other learner has made its last step and called `consensus(final=True)` or `close`. No
+        steps may follow, and a later `consensus` gives the same model.
 
-        Raises `PeerLost` as `close` does, and warns if there were gradients but no steps.
+        Raises `PeerLost` under the same conditions as `close`. Warns if gradients were computed but no step was made.
         """
         life, run = self._life, self._run
         if run.final is not None and not self._is_closed:
@@ -218,7 +227,7 @@ class JoinedLearner(AbstractContextManager["JoinedLearner"]):
             life.learner.begin_computing()
 
     def stats(self) -> LoopStats:
-        """This learner's counters so far."""
+        """Return this learner's counters up to now."""
         run, counted = self._run, self._run.statistics
         averaging, spent = counted.averaging, counted.spent
         return LoopStats(
@@ -234,11 +243,13 @@ class JoinedLearner(AbstractContextManager["JoinedLearner"]):
         )
 
     def close(self) -> None:
-        """Leave once all learners have closed; until then continue averaging and taking part in `consensus`.
+        """Leave the run once all learners have closed. Until then, this learner continues to average and to take part
+        in `consensus`.
 
-        The model then holds this learner's own weights or, after `consensus(final=True)`, the final mean. Further calls
-        do nothing. Raises `PeerLost` if another learner is lost, or makes no step for `timeout_seconds` before its last
-        one. Between its last step and its `close` a learner may take longer.
+        Afterwards the model contains this learner's own weights or, after `consensus(final=True)`, the final mean.
+        Further calls do nothing. Raises `PeerLost` if another learner is lost, or if it makes no step for
+        `timeout_seconds` although its last step is still to come. A learner may take longer between its last step and
+        its `close`.
         """
         if self._is_closed:
             return
@@ -264,7 +275,7 @@ class JoinedLearner(AbstractContextManager["JoinedLearner"]):
         return os.getpid() != self._process
 
     def _abandon(self, error: BaseException | None) -> None:
-        """Notify the others, and leave without waiting."""
+        """Notify the other learners, and leave the run without waiting for them."""
         if self._is_closed or self._is_in_child:
             return
         self._is_closed = True
@@ -284,8 +295,8 @@ class JoinedLearner(AbstractContextManager["JoinedLearner"]):
             )
 
     def _at_exit(self) -> None:
-        """End a process whose learner has not closed: otherwise torch would wait for its process groups, and Python
-        would abort when one of their threads wakes up. A learner that has finished closes, as does an attached one."""
+        """End a process whose learner has not closed. Otherwise, torch would wait for its process groups, and Python
+        would abort when one of their threads wakes up. A learner that has finished, or that was attached, is closed."""
         if self._is_in_child:
             return
         error, learner = getattr(sys, "last_value", None), self._life.learner
@@ -309,31 +320,33 @@ class JoinedLearner(AbstractContextManager["JoinedLearner"]):
 
 
 def _exit_code(error: BaseException | None) -> int:
-    """The exit code of a process whose learner has not closed."""
+    """Return the exit code of a process whose learner has not closed."""
     if isinstance(error, KeyboardInterrupt):
         return 130
     return error.exit_code if isinstance(error, FinishedApart) else 1
 
 
 def _digest(model: nn.Module) -> str:
-    """A digest of the names, shapes and dtypes of the model's parameters and buffers."""
+    """Return a digest of the names, shapes and dtypes of the model's parameters and buffers."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     text = repr([(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors])
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
 class StepHooks:
-    """Watches the steps of all optimizers, until it is removed.
+    """Hooks that watch the steps of all optimizers until `remove` is called.
 
-    A step that bypasses the learner is a `ProtocolError`, whether one of the learner's own optimizers makes it or
-    another optimizer that has some of its parameters. Once the hooks are attached, each call of an own optimizer's
-    `step` is a step of the learner. That step calls `optimizer.step()` itself, with the gradient and at the weights
-    that its strategy chooses. So the call of the loop, which comes after the hook, gets a stand-in of the optimizer
-    that has no parameters. Of several optimizers, the learner steps with the one that is called.
+    A step that bypasses the learner raises `ProtocolError`. The step may be made by one of the learner's own
+    optimizers, or by a foreign optimizer that has some of the learner's parameters.
+
+    After `attach`, each call of `step` of one of the learner's own optimizers becomes a step of the learner with that
+    optimizer. The learner's step calls `optimizer.step()` itself, with the gradient and at the weights that its
+    strategy chooses. The loop's own call continues after the hook, and must not change the weights again; it therefore
+    operates on a stand-in for the optimizer, without parameters.
     """
 
     def __init__(self, replica: LoopReplica, learner: str) -> None:
-        """Watch the optimizers of `replica`; `learner` names the learner in errors."""
+        """Watch the optimizers of `replica`. `learner` is the learner's name in error messages."""
         self.is_attached = False
         self._replica, self._learner = replica, learner
         self._optimizers = members_of(replica.optimizer)
@@ -344,7 +357,8 @@ class StepHooks:
         self._scaler: GradScaler | None = None
 
     def attach(self, make_step: Callable[..., None], scaler: GradScaler | None) -> None:
-        """Let the loop's calls of `optimizer.step()` or `scaler.step()` call `make_step`, a `JoinedLearner.step`."""
+        """Make the loop's calls of `optimizer.step()` and `scaler.step()` call `make_step`, which is
+        `JoinedLearner.step`."""
         self.is_attached = True
         self._make_step = make_step
         self._handles = [each.register_step_pre_hook(self._step_attached) for each in self._optimizers]
@@ -354,19 +368,19 @@ class StepHooks:
             scaler.step = self._step_scaled  # type: ignore[method-assign]
 
     def detach(self) -> None:
-        """Leave the optimizers and the scaler to the loop again, as before `attach`."""
+        """Undo `attach`, so that the optimizers and the scaler work as usual again."""
         for handle in self._handles:
             handle.remove()
         if self._scaler is not None:
             vars(self._scaler).pop("step", None)
 
     def remove(self) -> None:
-        """Allow all steps."""
+        """Remove all hooks, so that every optimizer may step."""
         self.detach()
         self._guard.remove()
 
     def _check(self, optimizer: Optimizer, *_: object) -> None:
-        """Called before each step of any optimizer."""
+        """Raise `ProtocolError` for a step that bypasses the learner. Called before each step of any optimizer."""
         if any(optimizer is own for own in self._optimizers):
             if not self._replica.is_stepping and not self.is_attached:
                 raise ProtocolError(
@@ -398,7 +412,7 @@ class StepHooks:
         before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
         names, own = list(before), {handle.id for handle in self._handles}
         later = names[next(place for place, name in enumerate(names) if name in own) + 1 :]
-        # each hook must act once on the gradient: those before this one have, and the post hooks follow
+        # each hook must act once on the gradient: earlier pre-hooks have acted already, and the post hooks act later
         optimizer._optimizer_step_pre_hooks = OrderedDict((name, before[name]) for name in later)
         optimizer._optimizer_step_post_hooks = OrderedDict()
         try:
@@ -408,7 +422,8 @@ class StepHooks:
         return (_without_parameters(optimizer),), kwargs if closure is None else {**kwargs, "closure": lambda: loss}
 
     def _step_scaled(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Replaces `scaler.step`, which would skip the learner's step if this learner's gradient is not finite."""
+        """Step through the learner in place of `scaler.step`. The original method would skip the learner's step if this
+        learner's gradient is not finite."""
         if self._scaler is None or not any(optimizer is own for own in self._optimizers):
             return self._step_of_scaler(optimizer, *args, **kwargs)
         self._make_step(self._scaler, optimizer=optimizer)
@@ -416,7 +431,7 @@ class StepHooks:
 
 
 def _without_parameters(optimizer: Optimizer) -> Optimizer:
-    """An optimizer of the same class whose step changes nothing."""
+    """Return an optimizer of the same class that has no parameters, so that its step changes nothing."""
     stand_in = object.__new__(type(optimizer))
     stand_in.__dict__.update(optimizer.__dict__)
     stand_in.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
