@@ -82,19 +82,11 @@ WHOLE: dict[str, Any] = {"piece_megabytes": 256}
 """Options under which the model travels in one piece."""
 RING, RANDOM = ({"name": "adpsgd", "pattern": pattern, **WHOLE} for pattern in ("ring", "random"))
 HYBRID = {"name": "hadpsgd", "per_node": 8, "pattern": "ring", **WHOLE}
-OTHER_GPU = (
-    "a different GPU, which reaches a different share of its peak; the published time is also shorter than linear "
-    "scaling from the fitted row"
-)
-OTHER_ALGORITHM = (
-    "a different algorithm, which averages weights 12 times an epoch; the published time is also shorter than linear "
-    "scaling from the fitted row"
-)
+_SHORTER = "; the published time is also shorter than linear scaling from the fitted row"
+OTHER_GPU = f"a different GPU, which reaches a different share of its peak{_SHORTER}"
+OTHER_ALGORITHM = f"a different algorithm, which averages weights 12 times an epoch{_SHORTER}"
 FASTER = "faster than linear scaling from one V100 (192 h / 64 = 3.0 h): faster nodes, or a better implementation"
-OTHER_MACHINE = (
-    "a different machine and implementation from those of the fitted row; 64 of these devices are already faster than "
-    "linear scaling"
-)
+OTHER_MACHINE = "a different machine and implementation; 64 of these devices are already faster than linear scaling"
 V100, P9, P100 = "v100-2019", "p9-v100-2020", "p100-2018"
 CONG, ON_P9 = "Cong et al., ICASSP 2020", "V100, IBM P9, randomised and delay-by-one"
 FITTED = Published("64 V100, H-ADPSGD, 8 nodes of 8", V100, 64, HYBRID, 5.2, "arXiv 1907.05701")
