@@ -177,7 +177,7 @@ class GatheredMean:
         q_l = C(v_l + e_l),  e_l <- v_l + e_l - q_l,  mean = (1/L) sum_l q_l
 
     Every number that any learner has sent is in the mean, as it was sent. Each learner sends L - 1 times its message,
-    and all add in rank order, so that they get the same bits.
+    and all add in rank order, so that their results are bit-identical.
 
     References:
         Aji & Heafield 2017, "Sparse Communication for Distributed Gradient Descent", EMNLP, arXiv 1704.05021.
@@ -214,7 +214,7 @@ class OwnersMean(EncodedMean):
         o to all:      s = (v_o + e_o + sum_l q_l) / L,  mean = C(s),  e_o <- L (s - mean)
 
     The owner adds its own vector exactly. The part of the mean that it does not pass on is L times as large in terms of
-    a vector, and becomes a part of its own vector in the next mean. All add in rank order and get the same bits. Each
+    a vector, and becomes a part of its own vector in the next mean. All add in rank order, so their results are bit-identical. Each
     learner sends 2 (L - 1) times the bytes of a chunk.
 
     References:
