@@ -214,8 +214,8 @@ class OwnersMean(EncodedMean):
         o to all:      s = (v_o + e_o + sum_l q_l) / L,  mean = C(s),  e_o <- L (s - mean)
 
     The owner adds its own vector exactly. The part of the mean that it does not pass on is L times as large in terms of
-    a vector, and becomes a part of its own vector in the next mean. All add in rank order, so their results are bit-identical. Each
-    learner sends 2 (L - 1) times the bytes of a chunk.
+    a vector, and becomes a part of its own vector in the next mean. All add in rank order, so their results are
+    bit-identical. Each learner sends 2 (L - 1) times the bytes of a chunk.
 
     References:
         Seide et al. 2014, "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training
