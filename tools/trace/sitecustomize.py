@@ -1,7 +1,7 @@
 """Records which files of Starling a learner passes through from one optimizer step to the next.
 
 It is active in processes that have this folder on PYTHONPATH, and the folder of the records in STARLING_TRACE. Each
-process that makes seven steps writes `PID.json` there, with a record of each mini-batch from the third step on: the
+process that makes eleven steps writes `PID.json` there, with a record of each mini-batch from the third step on: the
 calls from one file into another in its main thread as `[caller's file, file, function]`, the number of files in the
 main thread, and the number in all threads.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-FIRST, LAST = 3, 7
+FIRST, LAST = 3, 11
 STEP = "Optimizer.profile_hook_step.<locals>.wrapper"
 """The name of torch's wrapper around the step of every optimizer."""
 IN = ("src", "site-packages")
