@@ -159,10 +159,10 @@ class CheckpointInMemory(Checkpoint):
         return cls(Path(), Manifest.model_construct(learners=len(states), minutes=minutes), states)
 
     def learner(self, rank: int) -> LearnerState:
-        return self.states[rank]
+        return self.states[rank].copy()  # several learners may resume from it, and each changes its own
 
     def _shards(self) -> dict[tuple[int, int], ShardState]:
-        return {(shard.start, shard.stop): shard for state in reversed(self.states) for shard in state.shards}
+        return {(shard.start, shard.stop): shard for state in reversed(self.states) for shard in state.copy().shards}
 
 
 def _other_strategy(before: str, now: str) -> str:
