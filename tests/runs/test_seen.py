@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 
 from starling.checkpoint.reader import latest, load
 from starling.errors import DataError
-from starling.events import read_stream
+from starling.events import Stream, read_stream
 from starling.experiment.claim import set_up_and_claim
 from starling.experiment.observers import Recorder, Skips
 from starling.experiment.record import audit, begin_record, begin_segment, read_seen, segments, start_of
@@ -126,6 +126,21 @@ def test_a_membership_may_begin_where_another_did(tmp_path: Path) -> None:
     assert [path.suffix for path in segments(tmp_path)] == ["", "", *(f".{number}" for number in range(1, 11))]
     assert [sight.ticket.step for sight in read_seen(tmp_path, Position(Ticket(0, 3, 3)))] == [0, 1, 2]
     assert start_of(segment) == Position(Ticket(0, 2, 2))
+
+
+def test_a_resume_keeps_the_membership_that_ended_where_it_began(tmp_path: Path) -> None:
+    """A learner joined when all mini-batches were done, and the checkpoint has its state. What began there by a resume,
+    and memberships after that, are dropped."""
+    end = Position(Ticket(0, 2, 2))
+    first, joined = begin_segment(tmp_path, Position()), begin_segment(tmp_path, end)
+    Stream(joined / "learner-0.jsonl").append("membership", number=2)
+    for _ in range(2):
+        begin_record(tmp_path, end)
+        found = segments(tmp_path)
+        assert found[:2] == [first, joined]
+        assert [path.name for path in found[2:]] == ["from-00000002.1"]
+        Stream(found[2] / "learner-0.jsonl").append("membership", number=0)
+        Stream(begin_segment(tmp_path, end) / "learner-0.jsonl").append("membership", number=1)
 
 
 def damage(tree: Tree, count: int) -> list[str]:

@@ -25,6 +25,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import dropwhile
 from operator import attrgetter
 from pathlib import Path
 from statistics import median
@@ -67,7 +68,8 @@ _TABLES = {
 
 
 def begin_record(folder: Path, position: Position, earlier: ExperimentFolder | None = None) -> None:
-    """Create the folder of the first segment of a run, and remove segments that start at its `position` or later.
+    """Create the folder of the first segment of a run, and remove segments that start later than its `position`, or
+    there by a resume. A membership that started there belongs to the run whose state is resumed.
 
     If the run resumes, `earlier` is the experiment that had its checkpoint. The record of another one is copied.
     """
@@ -77,9 +79,12 @@ def begin_record(folder: Path, position: Position, earlier: ExperimentFolder | N
             shutil.rmtree(old)
         for old in segments(earlier.seen):
             shutil.copytree(old, folder / old.name)
-    for old in segments(folder):
-        if _begin(old)[0] >= position.num_done:
-            shutil.rmtree(old)
+
+    def is_before(old: Path) -> bool:
+        return _begin(old)[0] < position.num_done or (start_of(old) == position and _membership(old) > 0)
+
+    for old in dropwhile(is_before, segments(folder)):
+        shutil.rmtree(old)
     found = segments(folder)
     if earlier is not None and earlier.config.is_file() and found and not (found[-1] / RECIPE).exists():
         shutil.copyfile(earlier.config, found[-1] / RECIPE)
@@ -100,6 +105,12 @@ def begin_segment(folder: Path, position: Position) -> Path:
 def segments(folder: Path) -> list[Path]:
     """The segments of a record, in order."""
     return sorted((path for path in folder.glob("from-*") if path.is_dir()), key=_begin)
+
+
+def _membership(segment: Path) -> int:
+    """The number of the membership in a segment; 0 if it is not recorded."""
+    events = (event for _, _, event in events_in(segment) if event is not None)
+    return next((int(event["number"]) for event in events if event["kind"] == "membership"), 0)
 
 
 def _begin(segment: Path) -> tuple[int, int]:
