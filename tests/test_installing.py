@@ -19,7 +19,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 MODULES = {"flashlight-text": "flashlight"}
 """Packages that are imported by another name."""
 STUDIES = {"large_batches", "non_iid", "staleness", "staleness_ctc", "stragglers", "stragglers_rates", "topology"}
-STUDIES |= {"communication", "models"}
+STUDIES |= {"communication", "models", "muloco"}
 """Recipes with a section `compare`."""
 BASES = {"large", "small"}
 """Recipes without `data`, for others to build on."""

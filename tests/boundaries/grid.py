@@ -46,6 +46,7 @@ ENCODINGS: dict[str, Any] = {
     "bfloat16": "bfloat16",
     "int8": "int8",
     "int4": "int4",
+    "int2": "int2",
     "top_k": {"top_k": 0.1},
     "top_k_bits": {"top_k": 0.1, "bits": 2},
     "low_rank": {"low_rank": 1},

@@ -41,7 +41,7 @@ def rounded(vector: Vector, compression: Compression) -> Vector:
         return vector
     if compression == "bfloat16":
         return torch.from_numpy(vector).float().bfloat16().double().numpy()
-    step = largest / {"int8": 127, "int4": 7}[compression]
+    step = largest / {"int8": 127, "int4": 7, "int2": 1}[compression]
     return step * np.round(vector / step)
 
 

@@ -35,6 +35,7 @@ ENCODINGS: dict[str, tuple[Encoding, Compression]] = {
     "bfloat16": (Bfloat16(), "bfloat16"),
     "int8": (Integers(8), "int8"),
     "int4": (Integers(4), "int4"),
+    "int2": (Integers(2), "int2"),
     "top_k": (Largest(0.1), TopK(top_k=0.1)),
     "top_k_bits": (CoarseLargest(0.1), TopK(top_k=0.1, bits=2)),
 }
@@ -56,13 +57,14 @@ def test_an_encoded_vector_has_the_bytes_of_the_formula_and_is_decoded_anywhere_
     encoded = encoding.encode(vector)
     blocks, kept = -(-size // BLOCK), max(1, round(0.1 * size))
     expected = {"bfloat16": 2 * size, "int8": size + 4 * blocks, "int4": -(-size // 2) + 4 * blocks, "top_k": 8 * kept}
+    expected["int2"] = -(-size // 4) + 4 * blocks
     expected["top_k_bits"] = 4 + 2 * kept + -(-kept // 4)
     assert len(encoded) == encoding.num_bytes(size) == expected[name]
     elsewhere = torch.cat([torch.zeros(3, dtype=torch.uint8), encoded])[3:]
     assert torch.equal(encoding.decode(elsewhere, size), encoding.decode(encoded, size))
 
 
-@pytest.mark.parametrize(("bits", "levels"), [(8, 127), (4, 7)])
+@pytest.mark.parametrize(("bits", "levels"), [(8, 127), (4, 7), (2, 1)])
 def test_no_number_changes_by_more_than_half_a_step_of_its_block(bits: int, levels: int) -> None:
     """The step is the largest magnitude of the block over the number of levels; that number itself is exact."""
     vector, encoding = normal(4 * BLOCK) * torch.arange(1, 5).repeat_interleave(BLOCK) ** 8, Integers(bits)
@@ -178,6 +180,7 @@ CHOSEN: list[tuple[str, dict[str, Any]]] = [
     ("bmuf", {"every": 3, "warm_up": 3, "compression": "int8"}),
     ("slowmo", {"every": 5, "compression": {"top_k": 0.2, "bits": 2}}),
     ("diloco", {"every": 5, "compression": "int4"}),
+    ("diloco", {"every": 5, "compression": "int2"}),
     ("streaming-diloco", {"every": 4, "fragments": 2, "overlap": 1, "compression": "int8"}),
     ("streaming-diloco", {"every": 4, "fragments": 2, "overlap": 1, "compression": {"top_k": 0.25}}),
     ("easgd", {"every": 4, "compression": "int8"}),

@@ -43,7 +43,7 @@ FEW_WORDS = {"reader_children"}
 """Those with a WER above 90 % at any budget, here because they learn from five minutes: their summaries say so."""
 BASES = {"small", "large"}
 STUDIES = {
-    "communication", "large_batches", "models", "non_iid", "staleness", "staleness_ctc", "stragglers",
+    "communication", "large_batches", "models", "muloco", "non_iid", "staleness", "staleness_ctc", "stragglers",
     "stragglers_rates", "topology",
 }  # fmt: skip
 """Those whose arms `starling compare` trains; the pages of their results have the commands."""

@@ -37,7 +37,8 @@ class OptimizerConfig(Config):
     """The optimizer of each learner, and its learning rate; the `optimizer:` section of a recipe."""
 
     name: str = "adamw"
-    """A class of `torch.optim`, in upper or lower case."""
+    """A class of `torch.optim`, in upper or lower case. `muon` steps matrices with Muon and all other parameters with
+    AdamW."""
     lr: float = Field(default=1e-3, ge=0.0)
     """The peak learning rate; the schedule multiplies it."""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -90,11 +91,13 @@ class OptimizerConfig(Config):
     def _kind(self) -> Any:
         from torch import optim
 
+        from starling.training.muon import Muon
+
         known = {
             name.lower(): kind
             for name, kind in vars(optim).items()
             if isinstance(kind, type) and issubclass(kind, optim.Optimizer) and kind is not optim.Optimizer
-        }
+        } | {"muon": Muon}
         if self.name.lower() not in known:
             hint = did_you_mean(self.name.lower(), known)
             raise ValueError(f"name: {self.name!r} is not in torch.optim; {hint}known are {', '.join(known)}")

@@ -22,7 +22,7 @@ class EasgdOptions(Config):
     rate: float = Field(default=0.9, gt=0.0)
     """eta = L r; at an agreement, a learner moves towards the centre by the fraction eta / L of their difference."""
     compression: Encoded = "none"
-    """How the difference from the centre is encoded for sending: none, bfloat16, int8 or int4; errors are fed back."""
+    """How the difference from the centre is encoded for sending: none, bfloat16 or integers; errors are fed back."""
 
 
 def _check(options: EasgdOptions, world: int) -> None:

@@ -18,6 +18,8 @@ from starling.training.flat import split, split_gradient
 from starling.training.replica import ReplicaLearner, in_turn
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
+OF_MATRICES = ("Adafactor", "Muon")
+"""Optimizers that compute with whole matrices."""
 STEP_PASSES = 7
 """Number of memory passes of an Adam step, each of the shard's size: read the gradient; read and write weights and both
 moments."""
@@ -142,6 +144,12 @@ class HeldShard(Shard):
         if make_optimizer is None or not parts:  # there are none in a simulation of time alone
             self.optimizer = owner.host.replica.optimizer_of_piece(parts)
             self._peaks = [float(group["lr"]) for group in self.optimizer.param_groups]
+            kind, parameters = type(self.optimizer).__name__, owner.host.replica.parameters
+            if kind in OF_MATRICES and any(part.numel() < parameters[n].numel() for n, part in parts.items()):
+                raise ConfigError(
+                    f"learner {owner.host.rank} cannot keep weights {piece.start} to {piece.stop}: {kind} needs whole "
+                    "matrices, and a shard has parts of them; use one shard, or another optimizer"
+                )
         else:
             self.optimizer, self._peaks = make_optimizer(self._parts), []
         self.lock = threading.Lock()

@@ -45,9 +45,9 @@ class Bfloat16(Encoding):
 
 
 class Integers(Encoding):
-    """Integers of 8 or 4 bits, times a float32 scale for each block of 256 numbers: n bits / 8 + 4 n / 256 bytes.
+    """Integers of 8, 4 or 2 bits, times a float32 scale for each block of 256 numbers: n bits / 8 + 4 n / 256 bytes.
 
-    Equation, for a block v, with m = 127 or 7::
+    Equation, for a block v, with m = 127, 7 or 1::
 
         s = max |v| / m,  q = round(v / s),  decoded: s q
 
@@ -56,6 +56,7 @@ class Integers(Encoding):
 
     def __init__(self, bits: int) -> None:
         self._bits, self._levels = bits, 2 ** (bits - 1) - 1
+        self._shifts = range(0, 8, bits)
 
     def num_bytes(self, size: int) -> int:
         return 4 * _blocks(size) + (size * self._bits + 7) // 8
@@ -69,21 +70,20 @@ class Integers(Encoding):
         divisors = torch.where(scales == 0.0, torch.ones_like(scales), scales)
         # a block that is not finite decodes to NaN through its scale, whatever its integers are
         integers = torch.nan_to_num((blocks / divisors[:, None]).round_()).to(torch.int8).view(-1)
-        if self._bits == 4:
-            nibbles = (integers + 8).view(torch.uint8)
-            packed = nibbles[0::2] | (nibbles[1::2] << 4)
-            return torch.cat([scales.view(torch.uint8), packed[: (size + 1) // 2]])
-        return torch.cat([scales.view(torch.uint8), integers[:size].view(torch.uint8)])
+        if self._bits == 8:
+            return torch.cat([scales.view(torch.uint8), integers[:size].view(torch.uint8)])
+        codes = (integers + self._levels + 1).view(torch.uint8).view(-1, len(self._shifts))
+        packed = sum(codes[:, place] << shift for place, shift in enumerate(self._shifts))
+        return torch.cat([scales.view(torch.uint8), packed[: (size * self._bits + 7) // 8]])
 
     def decode(self, encoded: Tensor, size: int) -> Tensor:
-        count = _blocks(size)
-        scales = encoded[: 4 * count].clone().view(torch.float32)
-        if self._bits == 4:
-            packed = encoded[4 * count :]
-            pairs = torch.stack([packed & 15, packed >> 4], dim=1).view(-1)[:size]
-            integers = pairs.to(torch.float32) - 8.0
+        count, mask = _blocks(size), 2**self._bits - 1
+        scales, packed = encoded[: 4 * count].clone().view(torch.float32), encoded[4 * count :]
+        if self._bits == 8:
+            integers = packed.view(torch.int8).to(torch.float32)
         else:
-            integers = encoded[4 * count :].view(torch.int8).to(torch.float32)
+            codes = torch.stack([packed >> shift & mask for shift in self._shifts], dim=1).view(-1)[:size]
+            integers = codes.to(torch.float32) - (self._levels + 1)
         return integers * scales.repeat_interleave(BLOCK)[:size]
 
 

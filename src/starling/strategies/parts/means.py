@@ -36,7 +36,7 @@ class LowRank(Config):
     """Number of columns of a factor."""
 
 
-Encoded = Literal["none", "bfloat16", "int8", "int4"] | TopK
+Encoded = Literal["none", "bfloat16", "int8", "int4", "int2"] | TopK
 """Encoding of vectors for sending; the error of an encoding is added to the next message."""
 Compression = Encoded | LowRank
 """Encoding of vectors for sending, or factors of matrices."""
@@ -53,7 +53,9 @@ def find_encoding(compression: Encoded) -> Encoding | None:
 
     if isinstance(compression, TopK):
         return (Largest if compression.bits is None else CoarseLargest)(compression.top_k)
-    return {"none": None, "bfloat16": Bfloat16(), "int8": Integers(8), "int4": Integers(4)}[compression]
+    if compression.startswith("int"):
+        return Integers(int(compression[3:]))
+    return None if compression == "none" else Bfloat16()
 
 
 class Means:
