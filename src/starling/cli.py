@@ -84,6 +84,27 @@ def simulate(recipe: RecipeArgument, overrides: Overrides = None) -> None:
     simulate_recipe(*chosen, typer.echo, progress_console())
 
 
+@app.command(cls=TakesKeys, epilog="Example: [bold]starling storm demo learners=4 strategy=adpsgd --real[/bold]")
+def storm(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    faults_per_hour: Annotated[float, typer.Option(help="Kills and pauses in an hour, of all learners together.")] = 70,
+    pauses: Annotated[float, typer.Option(help="The fraction of faults that are pauses.", min=0, max=1)] = 0.25,
+    cuts_per_hour: Annotated[float, typer.Option(help="Network cuts in an hour; in simulations only.", min=0)] = 0,
+    away: Annotated[float, typer.Option(help="Seconds until a learner is replaced, goes on, or is reached.")] = 10,
+    slow: Annotated[float, typer.Option(help="How many times slower one learner is than the others.", min=1)] = 1,
+    minutes: Annotated[float, typer.Option(help="How long the storm, and training, lasts.")] = 10,
+    seed: Annotated[int, typer.Option(help="The seed of the storm.")] = 1,
+    real: Annotated[bool, typer.Option("--real", help="Use real learners instead of a simulation.")] = False,
+) -> None:
+    """Train while learners are killed, paused, cut off and slow at random times, and print the goodput."""
+    from starling.experiment.storm import storm_recipe
+
+    settings = {"faults_per_hour": faults_per_hour, "pauses": pauses, "cuts_per_hour": cuts_per_hour, "away": away}
+    where = recipe, overrides or (), typer.echo, progress_console()
+    storm_recipe(*where, minutes=minutes, slow=slow, seed=seed, is_real=real, settings=settings)
+
+
 @app.command("profile", cls=TakesKeys, epilog="Example: [bold]starling profile demo --output profile.yaml[/bold]")
 def measure(
     recipe: RecipeArgument,

@@ -13,7 +13,7 @@ from starling.engines.virtual.engine import Outcome, VirtualEngine
 from starling.errors import ConfigError, NonFiniteError
 from starling.recipe.run import RunConfig
 from starling.strategies import STRATEGIES, find_strategy
-from starling.training.faults import Fault, Join, Kill, NotFinite, Pause, Split, faults_of, only_simulated
+from starling.training.faults import Fault, Join, Kill, NotFinite, Pause, Split, at_times, faults_of, only_simulated
 from starling.training.job import EpochReport, Job, Observer, StepReport
 from tests.contract.cases import sgd
 from tests.contract.problems import TinyRegression
@@ -105,5 +105,7 @@ def test_a_fault_has_one_place() -> None:
     assert Pause(pause=1, seconds=1.0).at_step == 1
     with pytest.raises(ValidationError, match="give exactly one of at_seconds and at_event"):
         Split(split=(1,), seconds=1.0)
-    faults = (Kill(kill=1, at_event=3), Kill(kill=1, at_step=3), Split(split=(1,), at_seconds=1.0, seconds=1.0))
+    split = Split(split=(1,), at_seconds=1.0, seconds=1.0)
+    faults = (Kill(kill=1, at_event=3), Kill(kill=1, at_step=3), split, Kill(kill=1, at_seconds=3.0))
     assert [problem.partition(":")[0] for problem in only_simulated(faults)] == ["faults.0", "faults.2"]
+    assert at_times((faults[3], Join(join=1, at_seconds=2.0), faults[1])) == [Join(join=1, at_seconds=2.0), faults[3]]

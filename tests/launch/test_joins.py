@@ -15,7 +15,7 @@ from starling.launch.messages import JoinAnswer, JoinRequest, LearnerMessage, Re
 from starling.launch.roster import Loss
 from starling.strategies import find_strategy
 from starling.strategies.islands import Island, between_islands
-from starling.training.faults import Join
+from starling.training.faults import Join, Kill, Pause
 from tests.launch.joining_process import NUM_MINI_BATCHES, OPTIONS
 from tests.warm_start import own_learner, own_learners
 
@@ -47,7 +47,7 @@ class Run:
         kill: int | None = None,
         ask_for: tuple[int, ...] = (),
         ask_after_loss: tuple[int, ...] = (),
-        joins: tuple[Join, ...] = (),
+        faults: tuple[Kill | Pause | Join, ...] = (),
         replaces: bool = False,
         expect: int = 1,
     ) -> None:
@@ -63,7 +63,7 @@ class Run:
                 succession=lambda members, lost, joining: strategy.successors(options, members, lost, joining),
                 on_loss="replace" if replaces else "continue",
                 silence_seconds=60.0,
-                joins=joins,
+                faults=faults,
                 requests=requests,
                 say=self.said.append,
                 on_lost=self.on_loss,
@@ -225,10 +225,25 @@ def test_a_request_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 def test_a_name_that_was_lost_is_given_again_and_a_learner_joins_at_its_time(tmp_path: Path) -> None:
     """Learner 1 is killed, learner 5 comes on purpose while that is borne, and a request brings learner 1 back."""
     run = Run("delay-by-one", 3, tmp_path)
-    run.go(kill=1, ask_after_loss=(1,), joins=(Join(join=5, at_seconds=0.0),), expect=2)
+    run.go(kill=1, ask_after_loss=(1,), faults=(Join(join=5, at_seconds=0.0),), expect=2)
     assert sorted(run.joined) == [1, 5]
     assert run.answer().joined == (1,)
     run.assert_whole(4)
+
+
+def test_learners_are_paused_and_killed_at_their_times_and_come_back(tmp_path: Path) -> None:
+    """What cannot happen is said: learner 7 is unknown, and learner 0 runs already."""
+    run = Run("adpsgd", 3, tmp_path)
+    impossible = (Kill(kill=7, at_seconds=0.0), Join(join=0, at_seconds=0.0))
+    kill = (Pause(pause=2, at_seconds=0.0, seconds=0.5), Kill(kill=1, at_seconds=0.1), Join(join=1, at_seconds=0.2))
+    run.go(faults=(*impossible, *kill), expect=1)
+    assert [loss.learner for loss in run.losses] == [1]
+    assert run.joined == [1]
+    assert [line for line in run.said if line.startswith("faults: ")] == [
+        "faults: learner 7 cannot be killed or paused, because it does not run",
+        "faults: learner 0 does not join, because it is already running or starting",
+    ]
+    run.assert_whole(3)
 
 
 @pytest.mark.wide

@@ -23,7 +23,7 @@ from starling.launch.roster import Roster
 from starling.recipe.run import RunConfig
 from starling.reporting.metrics import Metrics, serving
 from starling.reporting.progress import Display, Say
-from starling.training.faults import Join, only_simulated
+from starling.training.faults import at_times, only_simulated
 
 MAX_LEARNERS_PER_CORE = 4
 """Number of learners per core above which a warning is shown, because more are likely a mistake."""
@@ -60,7 +60,7 @@ def run_learners(task: Task[RunT], run: RunT, folder: ExperimentFolder, console:
                         on_loss=run.on_loss,
                         silence_seconds=run.engine.timeout_seconds,
                         succession=lambda members, lost, joining: strategy.successors(options, members, lost, joining),
-                        joins=[fault for fault in run.faults if isinstance(fault, Join)],
+                        faults=at_times(run.faults),
                         requests=requests,
                         is_enough=scoring.is_enough,
                         say=display.say,

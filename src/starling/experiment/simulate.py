@@ -155,7 +155,7 @@ def _train(task: Task[RecipeT], recipe: RecipeT, folder: ExperimentFolder, event
             )
             roster.clock = lambda: engine.now
             outcome = engine.run()
-        for loss in outcome.losses:
+        for loss in (each for each in outcome.losses if each.learner not in roster.members):
             display.say(f"{recipe.name} ended without learner {loss.learner}: {loss.reason}")
     counts = read_record(folder.seen, segments(folder.seen)[0].name)
     if (goodput := goodput_of(roster, counts.num_computed)) is not None:

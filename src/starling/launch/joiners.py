@@ -12,6 +12,7 @@ Files are written under a temporary name and renamed. Any user with write access
 import fcntl
 import math
 import secrets
+import signal
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
@@ -26,7 +27,7 @@ from starling.launch.messages import JoinAnswer, JoinRequest, decode_file, encod
 from starling.launch.process import end_loaders
 from starling.launch.roster import LearnerRecord, LearnerState, Loss, Roster
 from starling.timeouts import JOINER_FRESH, LOCK, REQUESTS_EVERY
-from starling.training.faults import Join
+from starling.training.faults import Join, Kill, Pause
 
 Seconds = float
 MAX_LEARNERS = 4096
@@ -106,8 +107,8 @@ class Changes:
     silence_seconds: Seconds = math.inf
     """Time without a heartbeat after which a learner is killed."""
     succession: Succession = lambda members, lost, joining: (*(each for each in members if each not in lost), *joining)
-    joins: Sequence[Join] = ()
-    """Learners that join at a given time."""
+    faults: Sequence[Kill | Pause | Join] = ()
+    """Learners that are killed, are paused or join at given times, in this order."""
     requests: Requests | None = None
     """Function that takes the new requests of other processes for more learners; None if there can be none."""
     is_enough: Callable[[], bool] = lambda: False
@@ -132,7 +133,8 @@ class Joiners:
         self._wanted: list[int] = []
         self._requests: list[Request] = []
         """Granted requests, until each of their learners trains or has failed."""
-        self._timed = sorted(changes.joins, key=lambda join: join.at_seconds)
+        self._timed = list(changes.faults)
+        self._paused: dict[int, float] = {}  # until when, by learner
         self._begin: float | None = None
         self._next_look = 0.0
 
@@ -148,12 +150,11 @@ class Joiners:
         """
         now = self._roster.clock()
         self._begin = now if self._begin is None else self._begin
-        while self._timed and now - self._begin >= self._timed[0].at_seconds:
-            if (learner_id := self._timed.pop(0).join) in {*self._roster.members, *self._coming()}:
-                already = "because it is already running or starting"
-                self._changes.say(f"faults: learner {learner_id} does not join, {already}")
-            else:
-                self.want([learner_id])
+        while self._timed and now - self._begin >= (self._timed[0].at_seconds or 0.0):
+            self._cause(self._timed.pop(0), now)
+        for learner_id in [each for each, until in self._paused.items() if now >= until]:
+            del self._paused[learner_id]
+            self._roster.learners[learner_id].process.signal(signal.SIGCONT)
         if self._changes.requests is not None and now >= self._next_look:
             self._next_look = now + REQUESTS_EVERY
             for request in self._changes.requests():
@@ -171,6 +172,25 @@ class Joiners:
                 reason = f"learner {learner_id} could not be started ({error})"
                 self._changes.say(reason)
                 self._note(learner_id, reason)
+
+    def _cause(self, fault: Kill | Pause | Join, now: float) -> None:
+        """Let a fault happen now, if it can."""
+        learner_id, problem = fault.learner, ""
+        record = self._roster.learners.get(learner_id)
+        if isinstance(fault, Join):
+            if learner_id in {*self._roster.members, *self._coming()}:
+                problem = "does not join, because it is already running or starting"
+            else:
+                self.want([learner_id])
+        elif record is None or not record.process.is_running:
+            problem = "cannot be killed or paused, because it does not run"
+        elif isinstance(fault, Kill):
+            record.process.signal(signal.SIGKILL)
+        else:
+            record.process.signal(signal.SIGSTOP)
+            self._paused[learner_id] = max(now + fault.seconds, self._paused.get(learner_id, 0.0))
+        if problem:
+            self._changes.say(f"faults: learner {learner_id} {problem}")
 
     def ready(self) -> tuple[list[int], tuple[int, ...]]:
         """The joiners to admit now, oldest first, and the members of the next membership. Of the ready joiners, as many

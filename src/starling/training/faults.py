@@ -134,8 +134,14 @@ def only_simulated(faults: Sequence[Fault]) -> Iterator[str]:
     for place, fault in enumerate(faults):
         if isinstance(fault, Split):
             yield f"faults.{place}: only `starling simulate` supports split"
-        elif isinstance(fault, Kill | Pause) and fault.at_step is None:
-            yield f"faults.{place}: `starling train` needs at_step; at_seconds and at_event are for simulations"
+        elif isinstance(fault, Kill | Pause) and fault.at_event is not None:
+            yield f"faults.{place}: `starling train` needs at_step or at_seconds; at_event is for simulations"
+
+
+def at_times(faults: Sequence[Fault]) -> list[Kill | Pause | Join]:
+    """The faults that the launcher of real learners causes at given times, in their order."""
+    timed = [each for each in faults if isinstance(each, Kill | Pause | Join) and each.at_seconds is not None]
+    return sorted(timed, key=lambda fault: fault.at_seconds or 0.0)
 
 
 def kill_this_process() -> None:
