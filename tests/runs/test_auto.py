@@ -25,7 +25,7 @@ from starling.experiment.folder import ExperimentFolder
 from starling.experiment.planning import plan_recipe
 from starling.experiment.simulate import simulate_recipe
 from starling.predict import predict
-from starling.predict.costs import dump, facts_of
+from starling.predict.costs import Validation, dump, facts_of
 from starling.predict.measure import ACROSS, INSIDE, Allowance, Figures, costs_of, profile_of, topologies
 from starling.predict.plan import TIE, Decision, choose
 from starling.predict.predict import WORTH, WORTH_OF_A_DOUBLING, Arm, Machines, Prediction, simulate
@@ -444,9 +444,13 @@ def test_a_simulation_with_auto_is_that_of_the_strategy_it_chooses(tree: Tree) -
 
 
 @pytest.mark.wide
-def test_a_plan_of_a_recipe_with_auto_compares_the_existing_strategies(tree: Tree, tmp_path: Path) -> None:
-    """The placeholder is not one of them."""
-    (tmp_path / "profile.yaml").write_text(dump(measured_profile(), ""))
+@pytest.mark.parametrize(("error", "first"), [(0.4, "recommended: "), (1.97, "no strategy is recommended")])
+def test_a_plan_of_a_recipe_with_auto_compares_the_existing_strategies(
+    error: float, first: str, tree: Tree, tmp_path: Path
+) -> None:
+    """The placeholder is not one of them. Nothing is recommended where predictions were far off."""
+    validated = measured_profile().model_copy(update={"validation": Validation(error=error, against="two learners")})
+    (tmp_path / "profile.yaml").write_text(dump(validated, ""))
     lines: list[str] = []
     plan_recipe(
         SPEECH,
@@ -462,7 +466,8 @@ def test_a_plan_of_a_recipe_with_auto_compares_the_existing_strategies(tree: Tre
         explain=False,
         output=tmp_path / "plan.csv",
     )
-    assert lines[0].startswith("recommended: ")
+    assert lines[0].startswith(first)
+    assert f"predictions were at most {error:.0%} off" in " ".join(lines)
     table = (tmp_path / "plan.csv").read_text()
     assert "auto" not in table and "local-sgd" not in table
     assert any("periodic strategies are left out unless they are named" in line for line in lines)

@@ -1,6 +1,7 @@
 """Plans: speeds meet closed forms, crossing points meet their equations, published hours are what is printed."""
 
 import csv
+import io
 import subprocess
 import sys
 from collections import Counter
@@ -11,14 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 from typer.testing import CliRunner
 
 import starling
+from starling.budget import Budget
 from starling.cli import app
 from starling.engines.virtual.cluster import ComputeModel, LinkModel
 from starling.errors import ConfigError
-from starling.experiment.planning import profile
+from starling.experiment.planning import plan_table, profile
 from starling.predict import published
 from starling.predict.costs import (
     Costs,
@@ -189,6 +192,18 @@ def test_an_interval_contains_the_prediction_and_grows_with_the_validation_s_err
     assert checked.rows[0].hours_low <= checked.rows[0].hours / 1.1 * 1.001
     assert checked.rows[0].hours_high >= checked.rows[0].hours / 0.9 * 0.999
     assert "10% off" in checked.reason[2]
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_the_table_of_a_plan_can_be_read_at_any_width(width: int) -> None:
+    """With few columns where there is little room; of a budget in minutes, with epochs instead of equal times."""
+    found = plan(profile=measured_profile(), learners=[4, 16], strategies=["allreduce", "adpsgd", "parameter-server"])
+    for budget, column in ((Budget(epochs=2), "run, min"), (Budget(minutes=30), "epochs")):
+        said = io.StringIO()
+        Console(file=said, width=width).print(plan_table(found, budget, width, is_trusted=True))
+        assert "…" not in said.getvalue()
+        assert column in said.getvalue() and "parameter-server" in said.getvalue()
+        assert ("MB/s" in said.getvalue()) == (width == 160)
 
 
 @pytest.mark.wide

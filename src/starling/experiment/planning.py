@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from starling.budget import Budget
 from starling.errors import ConfigError
@@ -22,7 +22,7 @@ from starling.experiment.train import train_quietly
 from starling.files import replace_file, writing
 from starling.predict.costs import JobFacts, Profile, Validation, dump, facts_of, memory_of
 from starling.predict.measure import MEASURE, WARM_UP, Figures, bare, profile_of
-from starling.predict.plan import NO_PERIODIC, TIE, Forecast, Plan, plan, usual_strategies
+from starling.predict.plan import NO_PERIODIC, TIE, Forecast, Plan, plan, unit_of, usual_strategies
 from starling.predict.predict import Arm, Machines, run
 from starling.recipe.run import RecipeConfig
 from starling.reporting.progress import Say, say_on
@@ -30,6 +30,11 @@ from starling.strategies.islands import NO_ISLANDS
 from starling.training.job import Job
 from starling.training.speeds import Stragglers
 
+WIDE = 110
+"""Columns of a terminal that shows the whole table of a plan."""
+POOR = 1.0
+"""Relative error of the last validation above which a plan recommends nothing."""
+NO_RECOMMENDATION = "no strategy is recommended, because predictions were far off; profile again on idle machines"
 GRADIENTS = 40
 """Number of gradients that the lone learner measures; each validation computes as many for each of its two learners."""
 MEANS = 8
@@ -180,10 +185,12 @@ def plan_recipe(
         )
     if not strategies:
         found = replace(found, notes=(NO_PERIODIC, *found.notes))
-    table = Table(*_COLUMNS, title="Predicted")
-    for row in found.rows:
-        table.add_row(*(cell(row) for cell in _COLUMNS.values()), style="bold" if row == found.recommended else None)
-    Console().print(table)
+    is_trusted = found.error is None or found.error <= POOR
+    tell(f"recommended: {found.recommended}" if is_trusted else NO_RECOMMENDATION)
+    for line in found.reason if is_trusted else found.reason[-1:]:
+        tell(f"  {line}")
+    output_console = Console()
+    output_console.print(plan_table(found, recipe.budget, output_console.width, is_trusted))
     for line in _lines(found, explain):
         tell(line)
     if output is not None:
@@ -218,26 +225,41 @@ def _job_of(task: Task[RecipeT], recipe: RecipeT, say: Say) -> Iterator[Job]:
         yield task.make_job(recipe, folder)
 
 
-_COLUMNS: Mapping[str, Callable[[Forecast], str]] = {
-    "strategy": str,
-    "learners": lambda row: str(row.learners),
-    "h/epoch": lambda row: f"{row.hours_per_epoch:.3g}",
-    "h/run": lambda row: f"{row.hours:.3g}",
-    "interval": lambda row: f"{row.hours_low:.3g} to {row.hours_high:.3g}",
-    "compute": lambda row: f"{row.computing:.0%}",
-    "wait": lambda row: f"{row.waiting:.0%}",
-    "exchange": lambda row: f"{row.exchanging:.0%}",
-    "MB/s": lambda row: f"{row.megabytes_per_second:.3g}",
-    "stale": lambda row: f"{row.staleness_mean:.2g} (≤ {row.staleness_95})",
-    "memory": lambda row: "" if row.memory_gigabytes is None else f"{row.memory_gigabytes:.2g} GB",
-    "cost": lambda row: "" if row.cost is None else f"{row.cost:,.2f}",
-}
+def plan_table(plan: Plan, budget: Budget, width: int, is_trusted: bool) -> Table:
+    """The rows of a plan as a table, with fewer columns on a narrow terminal. With a budget in minutes, all runs take
+    as long, so the table has the number of their epochs."""
+    rows, is_wide = plan.rows, width >= WIDE
+    unit, per_hour = unit_of(max(row.hours for row in rows))
+    columns: dict[str, Callable[[Forecast], str]] = {"strategy": str, "learners": lambda row: str(row.learners)}
+    if is_wide:
+        columns[f"epoch, {unit}"] = lambda row: f"{per_hour * row.hours_per_epoch:.3g}"
+    if budget.minutes is not None and budget.epochs is None and budget.steps is None:
+        columns["epochs"] = lambda row: f"{row.hours / row.hours_per_epoch:,.1f}"
+    else:
+        columns[f"run, {unit}"] = lambda row: f"{per_hour * row.hours:.3g}"
+        columns["interval"] = lambda row: f"{per_hour * row.hours_low:.3g} to {per_hour * row.hours_high:.3g}"
+    columns |= {
+        "compute": lambda row: f"{row.computing:.0%}",
+        "wait": lambda row: f"{row.waiting:.0%}",
+        "exchange": lambda row: f"{row.exchanging:.0%}",
+    }
+    if is_wide:
+        columns["MB/s"] = lambda row: f"{row.megabytes_per_second:.3g}"
+    columns["stale"] = lambda row: f"{row.staleness_mean:.2g}" + f" (≤ {row.staleness_95})" * is_wide
+    if any(row.memory_gigabytes is not None for row in rows):
+        columns["memory"] = lambda row: "" if row.memory_gigabytes is None else f"{row.memory_gigabytes:.2g} GB"
+    if any(row.cost is not None for row in rows):
+        columns["cost"] = lambda row: "" if row.cost is None else f"{row.cost:,.2f}"
+    headers = (Column(name, overflow="fold", min_width=16 if name == "strategy" else None) for name in columns)
+    table = Table(*headers, box=None)
+    for row in rows:
+        style = "bold" if is_trusted and row == plan.recommended else None
+        table.add_row(*(cell(row) for cell in columns.values()), style=style)
+    return table
 
 
 def _lines(plan: Plan, explains: bool) -> Iterator[str]:
     """The lines below the table; with `explains`, also what the columns mean and what was assumed."""
-    yield f"recommended: {plan.recommended}"
-    yield from (f"  {line}" for line in plan.reason)
     if plan.crossings:
         yield f"crossing points (another strategy makes more progress, by more than {TIE:.0%}):"
         yield from (f"  {crossing}" for crossing in plan.crossings)
@@ -252,7 +274,7 @@ def _lines(plan: Plan, explains: bool) -> Iterator[str]:
 
 
 _EXPLANATIONS = (
-    "hours: the steady speed of the strategy's own code on the simulated clock, the median of 3 seeds",
+    "times: the steady speed of the strategy's own code on the simulated clock, the median of 3 seeds",
     "interval: these seeds, the 95 % interval of the gradient time, and the error of the last validation",
     "wait: the waiting that remains if every message arrives at once; exchange: what a faster link would end",
     "MB/s: megabytes that a learner sends per second of the run; stale: mean staleness, and the 95 % quantile",

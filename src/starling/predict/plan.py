@@ -265,6 +265,8 @@ class Plan:
     """Points at which one strategy becomes faster than another."""
     notes: tuple[str, ...]
     """Strategies that were left out, and assumptions."""
+    error: float | None = None
+    """The largest relative error of a prediction at the last validation; None if nothing was validated."""
 
     def records(self) -> list[dict[str, Any]]:
         """The rows as dictionaries."""
@@ -354,6 +356,7 @@ def plan(
         _reason(rows[chosen], rows[second] if second else None, machines.costs),
         tuple(_crossings(machines, largest, say)) if crossings else (),
         (*notes, *_assumptions(machines)),
+        None if machines.costs.validation is None else machines.costs.validation.error,
     )
 
 
@@ -481,12 +484,19 @@ def _costs(job: Job | JobFacts | None, profile: Profile | Path | str | None, pre
     return measured.costs
 
 
+def unit_of(hours: float) -> tuple[str, float]:
+    """The unit for a time, and how many of it an hour has."""
+    return ("h", 1.0) if hours >= 1.0 else ("min", 60.0) if hours >= 1.0 / 60.0 else ("s", SECONDS_PER_HOUR)
+
+
 def _reason(chosen: Forecast, second: Forecast | None, costs: Costs) -> tuple[str, ...]:
     """The reason for the choice, in three lines."""
+    unit, per_hour = unit_of(chosen.hours)
+    hours, low, high = (per_hour * each for each in (chosen.hours, chosen.hours_low, chosen.hours_high))
+    interval = f" ({low:.3g} to {high:.3g} {unit})" if low < high else ""
     first = (
-        f"{chosen} with {chosen.learners} learners: {chosen.hours:.3g} h ({chosen.hours_low:.3g} to "
-        f"{chosen.hours_high:.3g} h); learners compute {chosen.computing:.0%} of the time, mean staleness "
-        f"{chosen.staleness_mean:.2g}"
+        f"{chosen} with {chosen.learners} learners: {hours:.3g} {unit}{interval}; learners "
+        f"compute {chosen.computing:.0%} of the time, mean staleness {chosen.staleness_mean:.2g}"
     )
     if second is None:
         behind = "no other strategy was compared"
@@ -499,7 +509,10 @@ def _reason(chosen: Forecast, second: Forecast | None, costs: Costs) -> tuple[st
             f"{second.staleness_mean:.2g}"
         )
     if costs.validation is None:
-        trust = "these predictions have not been validated on these machines; `starling profile` does so"
+        trust = (
+            "these predictions have not been validated on these machines; `starling profile` does so, and `starling "
+            "plan --profile` reads what it writes"
+        )
     else:
         error, against = costs.validation.error, costs.validation.against
         trust = f"at the last validation, predictions were at most {error:.0%} off ({against})"
