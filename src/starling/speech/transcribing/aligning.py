@@ -132,8 +132,7 @@ def align_files(
 
     Args:
         text: The file with the text of the only recording. With None, the text of each recording is in a file beside
-        the
-            recording that ends in `.txt`.
+            the recording whose name ends in `.txt`.
         form: One of the `FORMATS`.
         output: A file for the alignment of one recording, or a folder for those of several; None passes them to `tell`.
         phones: How words are pronounced. With None, words are pronounced as in training or, if the model has no phones,
