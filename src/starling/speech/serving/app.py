@@ -61,7 +61,7 @@ _BACKLOG = 1024
 _TOGETHER: Seconds = 30.0
 """Amount of one client's audio that is decoded before it is the next client's turn."""
 _BUSY = 8
-"""Number of waiting clients from which live clients get no partial results."""
+"""Number of waiting clients at which live clients stop getting partial results."""
 _MOST_BOOSTED = 20_000
 """Maximum number of characters in the phrases of a request."""
 _MOST_FIELDS = 1000
