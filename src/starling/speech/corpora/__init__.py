@@ -160,8 +160,8 @@ SeveralCorpus.model_rebuild()
 
 
 def settings_of(corpus: CorpusConfig, set_name: str) -> dict[str, Any]:
-    """The settings of a corpus that determine one of its sets, as JSON. The corpus's method `maker` describes everything
-    else on which the set depends."""
+    """The settings of a corpus that determine one of its sets, as JSON. The corpus's method `maker` describes what else
+    the set depends on."""
     if isinstance(corpus, SeveralCorpus):
         _, member, own = corpus.member(set_name)
         tag = corpus.tag(set_name)

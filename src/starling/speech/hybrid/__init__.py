@@ -34,8 +34,8 @@ class AlignmentConfig(Config):
     """The alignment of frames to states; the `alignment:` section of a recipe."""
 
     experiment: Path | None = None
-    """Experiment or recogniser's folder with the model that aligns the training set. A model with tied states aligns by
-    its scaled likelihoods, and a CTC model by its best path. null makes a flat start, which divides each utterance
+    """The model that aligns the training set: an experiment, or a recogniser's folder. A model with tied states aligns
+    by its scaled likelihoods, and a CTC model by its best path. null makes a flat start, which divides each utterance
     equally."""
     rounds: int | None = Field(default=None, ge=0, le=1000)
     """Number of rounds that estimate a Gaussian for each state and align with the Gaussians. null makes 20 rounds after
