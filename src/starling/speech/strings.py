@@ -93,7 +93,8 @@ def _lengths(total: int, config: StringsConfig, random: np.random.Generator) -> 
 def join_strings(
     recordings: Sequence[Utterance], plans: Sequence[StringPlan], config: StringsConfig, sampling_rate: int
 ) -> list[Utterance]:
-    """The strings as utterances. Their recordings must have the rate `sampling_rate`, in Hz."""
+    """Join recordings into strings, and return the strings as utterances. All recordings must have the sampling rate
+    `sampling_rate`, in Hz."""
     strings = []
     for plan in plans:
         members = tuple(recordings[i] for i in plan.members)

@@ -1,4 +1,5 @@
-"""The workloads of speech recognition: prepared audio, the plan of its mini-batches, the model and its losses."""
+"""The workloads of speech recognition, which consist of prepared audio, the plan of its mini-batches, the model and its
+losses."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -161,8 +162,8 @@ class RecipeWorkload(Workload[ExamplesT], Generic[PlanT, ExamplesT]):
 
 
 class SpeechWorkload(RecipeWorkload[UtterancePlan, Batch]):
-    """A workload of whole utterances, with the features, tokens and phones of the initial recogniser. Its loss is that
-    of CTC and, if there is one, of a decoder."""
+    """A workload of whole utterances, with the features, tokens and phones of the initial recogniser. Its loss is the
+    CTC loss, combined with the loss of the decoder if there is one."""
 
     def __init__(self, plan: UtterancePlan, initial: Path) -> None:
         super().__init__(plan, initial)
