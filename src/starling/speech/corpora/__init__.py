@@ -101,7 +101,7 @@ class SeveralCorpus(Config):
         return corpus.maker(own)
 
     def utterances(self, set_name: str) -> Iterator[Utterance]:
-        """The utterances of a set. Raises DataError, naming the corpus, if it is missing or invalid."""
+        """Yield the utterances of a set. Raises DataError, naming the corpus, if the corpus is missing or invalid."""
         name, corpus, own = self.member(set_name)
         tag = self.tag(set_name)
         try:

@@ -252,8 +252,8 @@ def _parts(manifests: Any, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _cuts(manifests: dict[str, Any]) -> Iterator[Any]:
-    """Yield a cut for each supervision. Unless the manifests are read lazily from a file, the cuts are sorted, because
-    the order of files in a folder differs between machines."""
+    """An iterator over cuts, one for each supervision. Unless the manifests are read lazily from a file, the cuts are
+    sorted, because the order of files in a folder differs between machines."""
     from lhotse import CutSet
 
     cuts = CutSet.from_manifests(recordings=manifests["recordings"], supervisions=manifests["supervisions"])
