@@ -52,7 +52,7 @@ class WarmStart(Config):
     """Another experiment whose weights initialise a model."""
 
     experiment: Path
-    """Folder of the other experiment, whose newest model is used; or a checkpoint or a recogniser's folder."""
+    """Folder of the other experiment, whose newest model is used, or a checkpoint or a recogniser's folder."""
     sizes: Literal["strict", "partial"] = "strict"
     """With `strict`, only the outputs may differ; the rows of tokens and phones that both models have are kept. With
     `partial`, layers may be missing or have different sizes; overlapping parts are copied."""
@@ -73,7 +73,7 @@ class Recipe(RecipeConfig):
     data: DataConfig
     """Where the data are, how they are prepared, and which sets train, validate and test."""
     mixture: MixtureConfig | None = None
-    """Several domains to train on instead of `data.train`, with their shares."""
+    """Several domains to train on instead of `data.train`, and their shares."""
     partition: PartitionConfig = "identical"
     """The utterances that a learner may see. With `identical`, it may see all of them, each exactly once per epoch.
     Otherwise (for studies), each learner draws at random from its own part: whole speakers, whole domains, or a

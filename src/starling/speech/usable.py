@@ -1,5 +1,5 @@
-"""Decides which utterances are used: checks ids, transcripts and audio, reads lists of utterances to leave out, finds
-those that CTC cannot align because they have too few encoder frames."""
+"""Decides which utterances are used: checks ids, transcripts and audio, reads lists of utterances to leave out, and
+finds those that CTC cannot align because they have too few encoder frames."""
 
 import math
 import re
@@ -227,7 +227,7 @@ class Checker:
         self.seen = set(seen)
 
     def usable(self, utterances: Iterable[Utterance]) -> Iterator[Checked]:
-        """Each usable utterance.
+        """Yield each usable utterance.
 
         Raises:
             DataError: An utterance is unusable, and `on_bad` is `fail`.
@@ -361,7 +361,7 @@ def resampled(samples: NDArray[np.float32], rate: int, wanted: int) -> NDArray[n
 def _check_id(name: str) -> None:
     parts = PurePosixPath(name).parts
     if (
-        not name.isprintable()  # so that it encodes as UTF-8, too
+        not name.isprintable()  # also ensures that the id can be encoded as UTF-8
         or any(map(str.isspace, name))
         or not 1 <= len(name.encode()) <= MAX_ID_BYTES
         or str(PurePosixPath(name)) != name

@@ -148,7 +148,7 @@ def _table(report: Report) -> Table:
 
 
 def _remarks(report: Report, trained: Collection[str]) -> Iterator[str]:
-    """Remarks on what the error rates mean for the findings, and on sets that the model was `trained` on."""
+    """Yield remarks on what the error rates mean for the findings, and on sets that the model was `trained` on."""
     others = [each for each in report.heard if each.name not in trained and each.heard]
     elsewhere = sum(each.errors * each.characters for each in others) / max(sum(each.characters for each in others), 1)
     for each in report.heard:
