@@ -330,7 +330,7 @@ def _pcm_blocks(stream: IO[bytes], name: str) -> Iterator[NDArray[np.float32]]:
         if len(samples):
             yield samples
     if rest:
-        raise DataError(f"{name}: ends within a sample; raw PCM has 16 bits a sample")
+        raise DataError(f"{name}: ends within a sample; raw PCM has 16 bits per sample")
 
 
 def pcm(data: bytes) -> tuple[NDArray[np.float32], bytes]:

@@ -51,7 +51,7 @@ class HoldOutConfig(Config):
         if self.of not in known:
             return f"data.hold_out.of: {self.of!r} is not in data.corpus.sets ({', '.join(known)}); name one of them"
         if self.set in known:
-            return f"data.hold_out.set: data.corpus.sets has a set {self.set!r} already; choose another name"
+            return f"data.hold_out.set: data.corpus.sets has a set {self.set!r} already; choose a different name"
         if self.fold >= self.folds:
             return f"data.hold_out.fold: {self.fold} of {self.folds} folds; the last is {self.folds - 1}"
         return None

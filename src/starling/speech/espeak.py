@@ -138,7 +138,7 @@ def _main() -> None:
             library.espeak_SetParameter(parameter, value, 0)
         encoded = text.encode()
         if library.espeak_Synth(encoded, len(encoded) + 1, 0, 1, 0, _UTF8, None, None):
-            sys.exit(f"espeak-ng cannot say {text!r}")
+            sys.exit(f"espeak-ng cannot pronounce {text!r}")
         spoken = b"".join(pieces)
         sys.stdout.buffer.write(struct.pack("<ii", sampling_rate, len(spoken) // 2) + spoken)
 

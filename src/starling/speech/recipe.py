@@ -170,7 +170,7 @@ class Recipe(RecipeConfig):
         if self.model.name == "whisper" and normalise != "none":
             yield "features.normalise: model.name: whisper scales its features itself; set it to none"
         if is_raw and normalise in ("active", "speech"):
-            yield f"features.normalise: {normalise} needs log-mel features; take utterance, global or none"
+            yield f"features.normalise: {normalise} needs log-mel features; use utterance, global or none"
         if is_raw and self.features.pauses is not None:
             yield "features.pauses: needs log-mel features; set it to null"
         for key in ("spec_augment", "tempo", "vocal_tract"):

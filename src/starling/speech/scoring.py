@@ -105,7 +105,7 @@ def error_rates(references: Mapping[str, str], hypotheses: Mapping[str, str]) ->
     if unknown := sorted(hypotheses.keys() - references.keys()):
         raise DataError(
             f"{len(unknown)} hypotheses, such as {unknown[0]!r}, do not belong to an utterance of the set: they were "
-            "made for another set"
+            "made for a different set"
         )
     pairs = _words(references, hypotheses)
     words, characters = count_errors(references, hypotheses)
@@ -290,7 +290,7 @@ class MatchedPairs:
         """The result of the test as a sentence."""
         told = f"matched pairs (MAPSSWE): {self.segments} segments, mean difference {self.difference:+.3f} errors"
         if self.p is None or self.t is None:
-            return f"{told}; too few or all alike, so there is no test"
+            return f"{told}; there is no test, because the segments are too few or all alike"
         verdict = "significant" if self.p < _LEVEL else "not significant"
         p = f"p = {self.p:.3g}" if self.p >= 1e-4 else f"p = {max(self.p, math.ulp(0.0)):.1e}"
         return f"{told}, t = {self.t:.2f}, {p}: {verdict} at {_LEVEL:.0%}"

@@ -39,7 +39,7 @@ class TokenConfig(Config):
             raise ValueError("tokens.alphabet is only for `kind: characters`; remove it for sentencepiece")
         repeated = sorted({character for character in self.alphabet if self.alphabet.count(character) > 1})
         if repeated or not self.alphabet:
-            raise ValueError(f"tokens.alphabet must contain each character once, at least one; repeated: {repeated}")
+            raise ValueError(f"tokens.alphabet must have at least one character, and none twice; repeated: {repeated}")
         return self
 
 

@@ -81,7 +81,7 @@ def prepared_sources(folder: Path, names: Iterable[str]) -> list[Source]:
     rates = {each.name: each.sampling_rate for each in sets}
     if len(set(rates.values())) > 1:
         listed = ", ".join(f"{name} {rate} Hz" for name, rate in rates.items())
-        raise ConfigError(f"{folder}: its sets differ in sampling rate ({listed}); check them one by one")
+        raise ConfigError(f"{folder}: its sets differ in sampling rate ({listed}); check each set separately")
     limits = FilterConfig(min_seconds=0.0, max_seconds=1e9, on_bad="skip", max_skipped=1.0)
     checks = [Checking(each.name, each.sampling_rate, "as-is", limits) for each in sets]
     pairs = zip(checks, sets, strict=True)

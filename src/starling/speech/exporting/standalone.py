@@ -150,7 +150,7 @@ def main() -> int:
     """Read the command line and transcribe the files. Returns 1 if some files cannot be read, otherwise 0."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("files", nargs="+", metavar="FILE", help="WAV, FLAC, OGG, MP3")
-    parser.add_argument("--stream", action="store_true", help="hear each file chunk by chunk")
+    parser.add_argument("--stream", action="store_true", help="process each file chunk by chunk")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     transcriber = Transcriber(Path(__file__).resolve().parent, arguments.threads)

@@ -452,7 +452,7 @@ class PublishedConfig(Architecture):
         if (kind := self.encoder.get("model_type")) != self.name:
             raise ValueError(f"checkpoint: it is a {kind!r}, not a {self.name}")
         if "subsampling" in self.model_fields_set:
-            raise ValueError(f"subsampling: {self.name} has that of its checkpoint; leave it out")
+            raise ValueError(f"subsampling: {self.name} uses the subsampling of its checkpoint; leave it out")
         return self
 
 
@@ -533,8 +533,8 @@ def published_config(checkpoint: Path) -> dict[str, Any]:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
             f"checkpoint: {name} is not a folder with a config.json, and the hub has no model of this name "
-            f"({reason}). Where there is a network, fetch it with `hf download NAME`, or with `--local-dir FOLDER` and "
-            "give the folder"
+            f"({reason}). On a machine with network access, fetch it with `hf download NAME`, or use "
+            "`--local-dir FOLDER` and give the folder"
         ) from error
     if not isinstance(found, dict):
         raise ValueError(f"checkpoint: {path} is not a configuration")

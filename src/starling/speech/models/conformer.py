@@ -35,7 +35,7 @@ class RelativeAttention(SelfAttention):
         """The outputs for whole utterances. The arguments are those of `SelfAttention`; `places` is `distances(T,
         width)`."""
         if places is None or past is not None:
-            raise ValueError("relative attention needs the sinusoids of distances, of whole utterances")
+            raise ValueError("relative attention needs whole utterances, and the sinusoids of distances")
         queries, keys, values = self.inputs(frames).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         steps = self.distances(places.to(frames.dtype)).unflatten(1, (self.heads, -1))  # [2T - 1, heads, D]
         num_frames, size = frames.shape[1], queries.shape[3]

@@ -167,8 +167,8 @@ def _align(
     if tree.num_states < wanted.number:
         say(
             f"{tree.num_states} tied states, and states.number is {wanted.number}: the training texts have "
-            f"{len(transcripts.states)} different states in context, and a tied state has {wanted.min_frames} frames "
-            "at least"
+            f"{len(transcripts.states)} different states in context, and a tied state needs at least "
+            f"{wanted.min_frames} frames"
         )
     counts = np.zeros(tree.num_states)
     for each in tied:
@@ -191,12 +191,12 @@ def _load_aligner(source: Path, recipe: Recipe) -> Recogniser:
     if model.features.sampling_rate != recipe.data.sampling_rate:
         raise ConfigError(
             f"alignment.experiment: {source} hears {model.features.sampling_rate} Hz, and data.sampling_rate is "
-            f"{recipe.data.sampling_rate}; align with a model of that rate"
+            f"{recipe.data.sampling_rate}; align with a model that has this sampling rate"
         )
     if model.features.config.frame_shift != recipe.features.frame_shift:
         raise ConfigError(
             f"alignment.experiment: {source} has a frame every {model.features.config.frame_shift} s, and "
-            f"features.frame_shift is {recipe.features.frame_shift}; align with a model of that shift"
+            f"features.frame_shift is {recipe.features.frame_shift}; align with a model that has this frame shift"
         )
     if not isinstance(model.tokenizer, CharacterTokenizer):
         raise ConfigError(f"alignment.experiment: {source} has no characters as tokens; align with a model that has")

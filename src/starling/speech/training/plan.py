@@ -172,7 +172,7 @@ class Planner:
         draws_seed: int,
     ) -> None:
         if not len(durations):
-            raise DataError("there are no utterances to plan an epoch with; check the training set")
+            raise DataError("there are no utterances to train on; check the training set")
         self._durations, self._config, self._seed, self._draws_seed = durations, config, seed, draws_seed
         self.windows, self.num_examples = windows, len(durations)
         self._grouped: dict[int, tuple[NDArray[np.int64], list[Bucket]]] = {}

@@ -366,7 +366,7 @@ def warm_start(recogniser: Recogniser, source: Path, sizes: Literal["strict", "p
         there = other.phones.outputs if other.phones is not None else []
         transfer.take_rows(PHONES, _alike(recogniser.phones.outputs, there))
     if not transfer.num_values:
-        raise ConfigError(f"warm_start: nothing of {source} fits this recipe's model; use the same model.name")
+        raise ConfigError(f"warm_start: no weights of {source} fit this recipe's model; use the same model.name")
     recogniser.model.load_state_dict(own)
     here, rate = recogniser.features.sampling_rate, other.features.sampling_rate
     rates = "" if here == rate else f"; it was trained at {rate} Hz, this recipe has {here} Hz"

@@ -125,7 +125,7 @@ def transcribe_files(
         transcriber = transcriber.boosted(phrases, f"--boost {boost}")
     if form == "ctm" and not transcriber.has_times:
         raise ConfigError(
-            f"{experiment}: --format ctm needs word times, which a model trained frame by frame does not give; use "
+            f"{experiment}: --format ctm needs word times, which a model trained frame by frame does not provide; use "
             "txt, json, srt or vtt"
         )
     total = len(sources) + len(problems)
