@@ -86,7 +86,7 @@ def _check_local(folder: Path, shards: Sequence[Shard]) -> None:
     for shard in shards:
         path = folder / "shar" / shard.file
         if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
-            raise DataError(f"{path}: a link to a file outside the prepared set; replace it with the file")
+            raise DataError(f"{path}: a link that leads out of the prepared set; replace it with the file")
         size = path.stat().st_size if path.is_file() else None
         if size != shard.num_bytes:
             raise DataError(f"{path}: {shard.state(size)}; {again(folder)}")
@@ -304,5 +304,5 @@ def checked_file(folder: Path, name: str) -> Path:
     if not stat.S_ISREG(path.stat().st_mode):
         raise DataError(f"{path}: not a regular file; {again(folder)}")
     if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
-        raise DataError(f"{path}: a link to a file outside the prepared set; replace it with the file")
+        raise DataError(f"{path}: a link that leads out of the prepared set; replace it with the file")
     return path

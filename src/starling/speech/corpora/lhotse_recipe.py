@@ -285,7 +285,7 @@ def check_archive(path: Path) -> None:
         for member in tar:
             name = member.name
             if ".." in PurePosixPath(name).parts or name.startswith("/"):
-                raise DataError(f"{path}: {name[:200]!r} is outside the archive")
+                raise DataError(f"{path}: {name[:200]!r} leads out of the archive")
             if not member.isfile():
                 raise DataError(f"{path}: {name[:200]!r} is not a regular file but a link, a device or similar")
             if name in seen:

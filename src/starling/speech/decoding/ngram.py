@@ -124,7 +124,7 @@ class NgramModel:
                 except ValueError:
                     raise DataError(f"{path}:{number}: {text[:80]!r} holds a number that is not finite") from None
         else:
-            raise DataError(f"{path}: not an ARPA file, or truncated: it has no line \\end\\ after its n-grams")
+            raise DataError(f"{path}: not an ARPA file, or cut off: it has no line \\end\\ after its n-grams")
         if [len(each) for each in probabilities] != sizes or not sizes:
             found = ", ".join(str(len(each)) for each in probabilities)
             raise DataError(f"{path}: its header announces {sizes or 'no'} n-grams, but it contains {found or 'none'}")

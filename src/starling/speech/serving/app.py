@@ -186,7 +186,7 @@ def _bound(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except (OSError, OverflowError) as error:
         taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-        reason = "the port is taken; choose a different one with --port, or 0 for a free one" if taken else str(error)
+        reason = "the port is taken; choose another one with --port, or 0 for a free one" if taken else str(error)
         raise ConfigError(f"cannot serve at {host}, port {port}: {reason}") from error
     return listener
 
@@ -277,7 +277,7 @@ class Service:
     def _check_model(self, asked: str) -> None:
         known = self._model["id"]
         if asked not in (known, _WHISPER):
-            message = f"model {asked[:100]!r} is unknown; this server has {known!r}, also under the name {_WHISPER!r}"
+            message = f"model {asked[:100]!r} is unknown; this server has {known!r}, also by the name {_WHISPER!r}"
             raise _FieldError("model", message, 404, "model_not_found")
 
     async def _transcribe_form(self, request: Request) -> Response:
