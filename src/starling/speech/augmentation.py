@@ -164,11 +164,11 @@ class SpecAugmentConfig(Config):
     num_frequency_masks: int = Field(default=2, ge=0)
     """Number of masks over bands per utterance."""
     frequency_mask_size: int = Field(default=8, ge=1)
-    """Every frequency mask covers fewer bands than this."""
+    """Exclusive upper limit on the number of bands that a frequency mask covers."""
     num_time_masks: int = Field(default=5, ge=0)
     """Number of masks over frames per utterance."""
     time_mask_size: int = Field(default=20, ge=1)
-    """Every time mask covers fewer frames than this."""
+    """Exclusive upper limit on the number of frames that a time mask covers."""
     max_time_masked: float = Field(default=0.15, ge=0, le=1)
     """Maximum share of the frames that the masks cover."""
 
@@ -191,9 +191,9 @@ Decibels = Annotated[Range, _within(-math.inf, math.inf)]
 
 
 class AugmentConfig(Config):
-    """How training audio is augmented; the `augment:` section of a recipe.
+    """The augmentation of training audio; the `augment:` section of a recipe.
 
-    Ranges are [lowest, highest], and a value is drawn from them uniformly for each utterance.
+    A range has the form [lowest, highest]. A value is drawn from the range uniformly for each utterance.
     """
 
     speed: tuple[Annotated[float, Field(ge=0.5, le=2.0)], ...] = Field(default=(0.9, 1.0, 1.1), min_length=1)
@@ -212,17 +212,18 @@ class AugmentConfig(Config):
     reverberation_probability: Share = 0.3
     """Share of utterances with reverberation."""
     babble_snr: Decibels | None = None
-    """Signal-to-noise ratio in dB, as a range, of added speech from the same mini-batch."""
+    """Range of signal-to-noise ratios, in dB, of added speech from the same mini-batch."""
     babble_probability: Share = 0.3
     """Share of utterances with added speech."""
     noise_snr: Decibels | None = None
-    """Signal-to-noise ratio in dB, as a range, of added noise."""
+    """Range of signal-to-noise ratios, in dB, of added noise."""
     noise_probability: Share = 0.5
     """Share of utterances with added noise."""
     noise_colour: Literal["white", "random"] = "white"
-    """`random` draws noise whose power falls with frequency by 0 (white) to 6 dB per octave."""
+    """Colour of the noise. With `random`, its power falls with frequency by a random amount from 0 (white) to 6 dB per
+    octave."""
     gain_db: Decibels | None = None
-    """Change of the level in dB, as a range."""
+    """Range of level changes, in dB."""
     codecs: tuple[Codec, ...] = ()
     """Codecs to draw from, such as `telephone`, `gsm`, `rate-6000` and `opus-8`."""
     codec_probability: Share = 0.5

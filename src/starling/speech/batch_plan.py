@@ -34,12 +34,12 @@ _MAX_SPLIT = 0.1  # fraction of micro-batches that may be split to complete grou
 
 
 class BatchConfig(Config):
-    """How utterances are grouped; the `batches:` section of a recipe."""
+    """The grouping of utterances into mini-batches; the `batches:` section of a recipe."""
 
     max_duration: float = Field(default=60.0, gt=0)
     """Maximum seconds of audio in a micro-batch, including padding; it limits memory use."""
     accumulate: int = Field(default=1, ge=1)
-    """Micro-batches per mini-batch, over which gradients are accumulated."""
+    """Number of micro-batches per mini-batch, over which gradients are accumulated."""
     num_buckets: int = Field(default=20, ge=1)
     """Maximum number of groups of similar duration in a window."""
     window: int = Field(default=10, ge=1)
@@ -54,8 +54,8 @@ class BatchConfig(Config):
     """How mini-batches are weighted when learners average gradients: `batches` weights them equally; `utterances` and
     `frames` weight them by their number of utterances or frames."""
     num_workers: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
-    """Loading processes per learner, which load batches ahead. 0 makes the learner load them itself; auto depends on
-    the cores, the learners on this machine, the location of the data and the budget."""
+    """Number of processes per learner that load batches ahead. With 0, the learner loads batches itself. With auto, the
+    number depends on the cores, the learners on this machine, the location of the data and the budget."""
 
 
 class ShardWindows:

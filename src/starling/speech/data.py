@@ -66,7 +66,7 @@ class HoldOutConfig(Config):
 
 
 class DataConfig(Config):
-    """Where the data are, how they are prepared, and which sets train, validate and test."""
+    """The location and the preparation of the data, and the sets for training, validation and testing."""
 
     folder: Path
     """The folder of the prepared sets, e.g. data/fsdd."""
@@ -80,18 +80,18 @@ class DataConfig(Config):
     """A folder on each machine, e.g. /scratch/fsdd, into which a shard of `remote` is copied when it is first read;
     with null, every utterance is read from the store each time."""
     corpus: CorpusConfig
-    """Where the audio and its transcripts are; `kind` is the format of the manifests."""
+    """The corpus with the audio and its transcripts; `kind` is the format of the manifests."""
     hold_out: HoldOutConfig | None = None
     """A development set made from a random part of another set."""
     sampling_rate: int = Field(default=16000, ge=1000, le=192000)
     """Hz at which prepared audio is sampled. Audio with other sampling rates is resampled."""
     text: TextStyle = "upper"
-    """How transcripts are normalised. Runs of spaces are always replaced by one."""
+    """The normalisation of transcripts. Runs of spaces are always replaced by one space."""
     filter: FilterConfig = FilterConfig()
     check: CheckConfig = CheckConfig()
     """The findings that `starling check` looks for. This section does not affect prepared sets."""
     strings: StringsConfig | None = None
-    """Settings for joining recordings into strings, e.g. isolated digits into connected ones."""
+    """Settings for joining recordings into strings, e.g. isolated digits into connected digits."""
     shard_size: int = Field(default=1000, ge=1)
     """Number of the corpus's utterances per shard. It includes dropped utterances, which the shard does not contain."""
     train: str = "train"

@@ -35,7 +35,8 @@ _BANKS_KEPT = 128
 
 
 def attempt(function: Callable[..., _Result], *arguments: object) -> _Result | DataError:
-    """The result of a call, or the DataError that it raises: single utterances of a batch may be unusable."""
+    """The result of a call, or the DataError that it raises. This is needed because single utterances of a batch may be
+    unusable."""
     try:
         return function(*arguments)
     except DataError as error:
@@ -46,10 +47,10 @@ class FeatureConfig(Config):
     """The parameters of log-mel features; the `features:` section of a recipe."""
 
     kind: Literal["log-mel", "raw"] = "log-mel"
-    """The kind of features: Kaldi's log-mel energies, or `raw`, the samples themselves, for model.name: wav2vec2 and
-    whisper. Of the other keys, only normalise applies to `raw`."""
+    """The kind of features: Kaldi's log-mel energies, or, for model.name: wav2vec2 and whisper, `raw` samples. Of the
+    other keys, only normalise applies to `raw`."""
     num_mels: int | None = Field(default=None, ge=4)
-    """Number of mel bands; if not given, 80, or 40 at sampling rates up to 8 kHz."""
+    """Number of mel bands. The default is 80, or 40 at sampling rates up to 8 kHz."""
     frame_length: float = Field(default=0.025, gt=0)
     """Seconds of audio in one window."""
     frame_shift: float = Field(default=0.010, gt=0)

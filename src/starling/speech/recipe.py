@@ -71,7 +71,7 @@ class Recipe(RecipeConfig):
     format: int = FORMAT
     """The format of this tree of keys. A recipe written by hand may omit it; config.yaml always has it."""
     data: DataConfig
-    """Where the data are, how they are prepared, and which sets train, validate and test."""
+    """The location and the preparation of the data, and the sets for training, validation and testing."""
     mixture: MixtureConfig | None = None
     """Several domains to train on instead of `data.train`, and their shares."""
     partition: PartitionConfig = "identical"
@@ -83,9 +83,9 @@ class Recipe(RecipeConfig):
     features: FeatureConfig = FeatureConfig()
     """The parameters of log-mel features."""
     augment: AugmentConfig = AugmentConfig()
-    """How training audio is augmented."""
+    """The augmentation of training audio."""
     batches: BatchConfig = BatchConfig()
-    """How utterances are grouped into mini-batches."""
+    """The grouping of utterances into mini-batches."""
     model: ModelConfig = BlstmConfig()
     """The network and its sizes."""
     loss: Literal["ctc", "frames"] = "ctc"
@@ -99,7 +99,7 @@ class Recipe(RecipeConfig):
     alignment: AlignmentConfig | None = None
     """The alignment of frames to states, for `loss: frames`."""
     decoding: DecodingConfig | None = None
-    """How `starling evaluate` searches for words. If a ctc recipe has this section, `train` and `simulate` also score
+    """The search for words by `starling evaluate`. If a ctc recipe has this section, `train` and `simulate` also score
     the beam search at their end; without it, they score only greedy decoding."""
     validate_every: int | None = Field(default=1, ge=1)
     """Epochs between two scorings of the validation set during training; null turns it off. A scoring is skipped if

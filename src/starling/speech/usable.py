@@ -118,19 +118,19 @@ class FilterConfig(Config):
     """The rules for keeping and trimming utterances. Dropped utterances are counted and listed in dropped.tsv."""
 
     min_seconds: float = Field(default=0.1, ge=0)
-    """Minimum length of an utterance; shorter ones are dropped."""
+    """Minimum length of an utterance; shorter utterances are dropped."""
     max_seconds: float = Field(default=20.0, gt=0)
-    """Maximum length of an utterance; longer ones are dropped."""
+    """Maximum length of an utterance; longer utterances are dropped."""
     trim: float | None = Field(default=None, ge=0, le=10)
-    """Seconds of pause to keep before and after the speech of each recording; the rest is cut off. With null,
-    recordings are not trimmed."""
+    """Seconds of pause to keep before and after the speech of each recording; the rest of the pause is cut off. With
+    null, recordings are not trimmed."""
     on_bad: Literal["fail", "skip"] = "skip"
     """What happens to unusable utterances: `skip` leaves them out, and counts, names and lists them; `fail` ends the
-    command at the first one. It applies to preparation, to the set-up of training (too short for CTC), and to
-    training."""
+    command at the first unusable utterance. The key applies to preparation, to the set-up of training (utterances that
+    are too short for CTC), and to training."""
     max_skipped: float = Field(default=0.01, ge=0, le=1)
-    """Maximum fraction of a set that may be left out as unusable. One utterance may always be left out, unless this is
-    0."""
+    """Maximum fraction of a set that may be left out as unusable. One utterance may always be left out, unless the
+    fraction is 0."""
     leave_out: Path | None = None
     """A list of utterances to leave out, as written by `starling check --drop`."""
 

@@ -30,9 +30,10 @@ Rewriting = tuple[tuple[str, str], ...]
 class LhotseRecipeCorpus(FileCorpus):
     """Any corpus for which lhotse has a recipe, in the folder layout in which it is downloaded.
 
-    Runs `lhotse.recipes.prepare_<recipe>(path, **options)`. A set is one or more of the parts that this call returns,
-    e.g. `train: [train-clean-100]`; nested parts, such as Common Voice's languages, have names like 'en/train'. If
-    lhotse's function can be limited to certain parts, it reads only those of the set. Audio is read by libsndfile.
+    The importer calls `lhotse.recipes.prepare_<recipe>(path, **options)`. A set is one or more of the parts that this
+    call returns, e.g. `train: [train-clean-100]`. Nested parts, such as Common Voice's languages, have names like
+    'en/train'. If lhotse's function can be limited to certain parts, it reads only the parts of the set. Audio is read
+    through libsndfile.
     """
 
     kind: Literal["lhotse-recipe"]
@@ -42,8 +43,8 @@ class LhotseRecipeCorpus(FileCorpus):
     """Further arguments of lhotse's function."""
     rewrite: Rewriting | None = None
     """Changes of the transcripts, as pairs [regular expression, replacement]. The default rewrites the marks of
-    GigaSpeech and Switchboard, and changes no other corpus. Utterances without any words left are left out and
-    listed."""
+    GigaSpeech and Switchboard, and changes no other corpus. Utterances that have no words after rewriting are left out
+    and listed."""
     sets: dict[str, str | tuple[str, ...]]
     """The parts of each set, by the name of the set: the name of one part, or a list of names."""
 

@@ -117,8 +117,10 @@ def draw_sentence(
 
 
 class SyntheticCorpus(Config):
-    """Speech synthesised by espeak-ng. The sets have no voices in common. Requires `pip install
-    'starling-asr[demo]'`."""
+    """Speech synthesised by espeak-ng. The sets have no voices in common.
+
+    Requires `pip install 'starling-asr[demo]'`.
+    """
 
     kind: Literal["synthetic"]
     sets: dict[Literal["train", "dev", "test"], PositiveInt] = Field(min_length=1)
@@ -126,7 +128,7 @@ class SyntheticCorpus(Config):
     seed: int = Field(default=0, ge=0)
     """The seed of voices, words and noise."""
     language: Literal["en", "de", "es"] = "en"
-    """The language that is spoken: English, German or Spanish."""
+    """The spoken language: English, German or Spanish."""
     digits: tuple[int, int] = (2, 5)
     """Minimum and maximum number of digits in a string."""
     commands: float = Field(default=0.4, ge=0, le=1)

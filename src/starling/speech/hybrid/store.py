@@ -89,8 +89,8 @@ class Frames:
         return found.reshape(*found.shape[:2], -1)
 
     def _taken(self, values: NDArray[Any], pieces: NDArray[np.int64], splice: int, padding: float) -> NDArray[Any]:
-        """Select from `values` `[N, ...]` those of the sub-sequences' frames and their neighbours. The result is `[B,
-        T, 2 * splice + 1, ...]`."""
+        """Select from `values` `[N, ...]` those of the sub-sequences' frames and their neighbours. The result is
+        `[B, T, 2 * splice + 1, ...]`."""
         utterance, first, end = pieces.T
         length = int((end - first).max())
         place = first[:, None, None] + np.arange(length)[:, None] + np.arange(-splice, splice + 1)

@@ -75,7 +75,7 @@ class AttentionConfig(_Beside):
     layers: Size = 2
     """Number of blocks of the decoder."""
     heads: Size = 4
-    """Number of heads of each attention; they share the width."""
+    """Number of heads in each attention layer; the heads share the width."""
     dropout: Share = 0.1
     """Share of units that are set to 0 in training."""
     label_smoothing: Share = 0.1
@@ -118,7 +118,7 @@ class Architecture(Config):
     """The architecture: blstm, lstm, transformer, conformer, zipformer, deep-speech, blstm-hybrid, dnn-hybrid,
     wav2vec2, whisper, or module:name."""
     preset: str = "small"
-    """The preset: tiny, small, or a larger preset of the architecture."""
+    """The preset of sizes: tiny, small, or a larger preset of the architecture."""
     subsampling: Literal[1, 2, 4] = 4
     """Number of feature frames per encoder frame."""
     dropout: Share = 0.1

@@ -63,8 +63,8 @@ class AttentionWeights(nn.Module):
         self.inputs = nn.Linear(width, 2 * heads * _QUERY_SIZE)
 
     def forward(self, frames: torch.Tensor, inside: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-        """The weights `[B, heads, T, T]`. `inside` `[B, T, 1]` is true inside the utterance, and `angles` is `phases(T,
-        D)`."""
+        """The weights `[B, heads, T, T]`. `inside` `[B, T, 1]` is true inside the utterance, and `angles` is
+        `phases(T, D)`."""
         parts = rotate(self.inputs(frames).unflatten(2, (2, self.heads, _QUERY_SIZE)), angles)
         queries, keys = parts.permute(2, 0, 3, 1, 4).unbind(0)
         scores = queries @ keys.transpose(2, 3) * _QUERY_SIZE**-0.5
