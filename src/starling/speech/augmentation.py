@@ -308,7 +308,7 @@ def augment_waveform(
         waveform = waveform + noise * math.sqrt(power / 10 ** (snr / 10))
     if config.gain_db is not None:
         waveform = waveform * 10 ** (generator.uniform(*config.gain_db) / 20)
-    if config.codecs and generator.random() < config.codec_probability:  # last: a codec hears the noise, too
+    if config.codecs and generator.random() < config.codec_probability:  # last: the codec also encodes the noise
         sent = transmitted(waveform.numpy(), sampling_rate, str(generator.choice(config.codecs)))
         waveform = torch.from_numpy(sent)
     return waveform

@@ -292,7 +292,7 @@ class Processes(Executor):
             lifeline, _ = map(self._lifeline.enter_context, context.Pipe(duplex=False))
             self._count, self._seen = context.Value("q", 0), 0
             self._pool = ProcessPoolExecutor(self._jobs, context, _begin, (lifeline, self._count))
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: only this process gets Ctrl-C
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # workers inherit the mask
         try:
             future = self._pool.submit(_run, stage)
         finally:

@@ -356,8 +356,8 @@ class Recogniser:
         return aligned(log_probs, tokens)
 
     def attention_scores(self, heard: Heard, texts: Sequence[Sequence[str]]) -> list[list[float]]:
-        """log p(text | audio) under the attention decoder, for each of several texts of each utterance. Raises
-        ValueError if there is no attention decoder."""
+        """The log-probability log p(text | audio) under the attention decoder, for each of several texts of each
+        utterance. Raises ValueError if there is no attention decoder."""
         if not isinstance(self.decoder, AttentionDecoder):
             raise ValueError("a recogniser without an attention decoder cannot score texts with it")
         encode = self.tokenizer.encode

@@ -104,7 +104,7 @@ TextStyle = Literal["upper", "lower", "as-is"]
 DropKind = Literal["left out", "id", "speaker", "transcript", "audio", "silence", "length"]
 """The reason why an utterance is not used."""
 MAX_PEAK = 4.0
-"""Largest peak of audio that is taken to be scaled to -1..1 (audio slightly over 1 is only clipped)."""
+"""Largest peak with which audio counts as scaled to -1..1; samples slightly beyond this range are only clipped."""
 MAX_ID_BYTES = 200
 _SURROGATE = re.compile("[\ud800-\udfff]")
 """Code points in text that is not valid Unicode, which cannot be encoded as UTF-8."""
@@ -302,7 +302,7 @@ class Checker:
         return replace(utterance, text=text, speaker=speaker or NO_SPEAKER)
 
     def _checked_audio(self, utterance: Utterance) -> tuple[Audio, NDArray[np.float32]]:
-        """The audio as it was read, and the samples to use."""
+        """The audio as the corpus provides it, and the samples to use."""
         try:
             decoded = utterance.read()
             check_samples(decoded[0])
@@ -321,10 +321,10 @@ def _read_at(rate: int, trim: float | None, utterance: Utterance) -> Audio:
 
 
 def check_samples(samples: NDArray[np.float32]) -> None:
-    """Check that samples [T] can be those of a recording.
+    """Check that samples `[T]` are valid for a recording.
 
     Raises:
-        DataError: There are no samples, or they are not finite, far outside -1..1, or all zero.
+        DataError: There are no samples, or some are not finite, or they are far outside -1..1 or all zero.
     """
     if not len(samples):
         raise DataError("the audio has no samples")
@@ -339,7 +339,7 @@ def check_samples(samples: NDArray[np.float32]) -> None:
 
 
 def resampled(samples: NDArray[np.float32], rate: int, wanted: int) -> NDArray[np.float32]:
-    """Samples [T] at `rate` Hz, resampled to `wanted` Hz.
+    """Resample samples `[T]` from `rate` Hz to `wanted` Hz.
 
     Raises:
         DataError: `rate` differs from `wanted` and is below 1 kHz or above 768 kHz, or the filter bank for the two
@@ -374,7 +374,7 @@ def _check_id(name: str) -> None:
 
 
 class TooShort(NamedTuple):
-    """An utterance with fewer frames than its transcript needs: a row of `too_short.tsv`."""
+    """An utterance that has fewer frames than its transcript needs, which is a row of `too_short.tsv`."""
 
     id: str
     frames: int  # at the highest speed factor
@@ -424,7 +424,8 @@ def too_short_for_ctc(
 
 
 def kept_utterances(train: SpeechSets, path: Path) -> SpeechSets:
-    """The utterances to train on: all except those that a table, with rows of `TooShort`, lists."""
+    """The utterances to train on. These are all utterances except those that are listed in a table with rows of
+    `TooShort`."""
     if not path.is_file():
         return train
     listed = [(row["id"], int(row["number"])) for _, row in read_table(path, TooShort._fields)]

@@ -1,4 +1,4 @@
-"""`starling check`: finds problems in a corpus, prints them as a table, and lists the utterances to leave out."""
+"""`starling check`, which finds problems in a corpus, prints them as a table, and lists the utterances to leave out."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence

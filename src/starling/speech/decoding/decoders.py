@@ -1,5 +1,8 @@
-"""Searches without a language model: greedy CTC decoding, and greedy and beam search with a decoder. An attention
-decoder can also score given texts, and listed phrases can replace words of a text where CTC's outputs support them."""
+"""Searches without a language model: greedy CTC decoding, and greedy and beam search with a decoder.
+
+An attention decoder can also score given texts, and listed phrases can replace words of a text where CTC's outputs
+support them.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

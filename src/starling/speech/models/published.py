@@ -62,7 +62,7 @@ class Wav2Vec2Ctc(PublishedNetwork):
 
     Source: Baevski et al. 2020, "wav2vec 2.0" (arXiv 2006.11477). Its random masks and skipped layers are switched off,
     because they serve training on audio without texts. A checkpoint whose convolutions have a group norm
-    (`feat_extract_norm: group`) hears the padding, as it did when it was trained; one with layer norms does not.
+    (`feat_extract_norm: group`) is affected by the padding, as in its training; one with layer norms is not affected.
     """
 
     def __init__(self, config: Wav2Vec2Config, num_features: int, vocab_size: int) -> None:

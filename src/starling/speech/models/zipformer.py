@@ -26,7 +26,7 @@ def swoosh_r(values: torch.Tensor) -> torch.Tensor:
 class BiasNorm(nn.Module):
     """Computes x / RMS(x - b) * exp(g) over the units of a frame, with a learned vector b `[width]` and scalar g.
 
-    LayerNorm removes all information about the length of a frame's vector; BiasNorm keeps some of it through b.
+    LayerNorm removes the length of a frame's vector; BiasNorm retains some information about the length through b.
     """
 
     def __init__(self, width: int) -> None:

@@ -22,7 +22,7 @@ OPENAI = "/v1/"
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits on what a client may ask for."""
+    """Limits on the requests of a client."""
 
     upload_bytes: int
     audio_seconds: Seconds

@@ -36,7 +36,7 @@ ExamplesT = TypeVar("ExamplesT", "Batch", "FrameBatch")
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch of whole utterances, or of sub-sequences of utterances, ready for a model."""
+    """A micro-batch of whole utterances, or of sub-sequences of utterances, in the form that a model expects."""
 
     features: Tensor  # [B, T, F] float32, zero in the padding
     lengths: Tensor  # [B] int64, in frames
@@ -62,7 +62,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Batch(MicroBatch):
-    """One micro-batch of utterances.
+    """A micro-batch of utterances.
 
     A batch is void if all its utterances were skipped. It then has one row of zeros and no tokens, and its loss and
     gradients are 0.
@@ -136,7 +136,7 @@ def load_batch(
 
 @dataclass(frozen=True)
 class FrameBatch(MicroBatch):
-    """One micro-batch of sub-sequences."""
+    """A micro-batch of sub-sequences."""
 
     states: Tensor  # [B, T] int64, PADDING in the padding
 
