@@ -6,7 +6,7 @@ POST /transcribe     a file as `multipart/form-data`, or as the body; ?format=js
 WS   /live?rate=R    raw PCM in binary messages; the server answers with final segments and partial text as JSON
 POST /v1/audio/transcriptions, GET /v1/models, GET /v1/models/{model}     as in OpenAI's API
 
-`/transcribe` and `/live` accept phrases to boost as `?boost=`; `/transcribe` also accepts them as a field of the form.
+`/transcribe` and `/live` accept phrases to boost as `?boost=`. Forms may contain them in the field `boost`.
 """
 
 import asyncio
