@@ -48,7 +48,8 @@ _UNKNOWN_FORMAT = 1  # libsndfile's error code
 _ESTIMATED_LENGTH = ("MP3", "MPEG")
 _SHORT_CHUNK = re.compile(r"data : (\d+) \(should be (\d+)\)")
 _BLOCK = 1 << 18
-"""Number of values, over all channels, that are read at once; also the number of bytes read at once from raw PCM."""
+"""Number of values, over all channels, that are read at once, and number of bytes that are read at once from raw
+PCM."""
 _STREAMED = 0x7FFFF000
 """A declared size of at least this value is a placeholder: the length was unknown when the header was written."""
 _short: ContextVar[list[str] | None] = ContextVar("short", default=None)
@@ -60,7 +61,7 @@ class Media(AbstractContextManager["Media"]):
 
     format, extra_info = "", ""
     least_share = 0.0
-    """The smallest accepted fraction of the declared length. A video may be longer than its audio."""
+    """The smallest accepted fraction of the declared length. It is 0 because a video may be longer than its audio."""
 
     def __init__(self, audio: Path | IO[bytes]) -> None:
         self._file = audio.open("rb") if isinstance(audio, Path) else audio
@@ -277,7 +278,8 @@ def _segment(path: Path, file: _File, start: float, duration: float | None) -> t
         noted.append(str(path))
     first = round(start * rate)
     count = total - first if duration is None else round(duration * rate)
-    missing = round(total / share) - total  # of the file; a segment may lack at most a tenth of itself, too
+    # samples that the file lacks; a segment may lack at most a tenth of its own samples
+    missing = round(total / share) - total
     slack = rate // 100 + min(missing, round((1.0 - LEAST_SHARE) * count))
     if not (start >= 0 and count >= 0 and first <= total and first + count <= total + slack):
         raise DataError(
@@ -330,7 +332,7 @@ def _pcm_blocks(stream: IO[bytes], name: str) -> Iterator[NDArray[np.float32]]:
         if len(samples):
             yield samples
     if rest:
-        raise DataError(f"{name}: ends within a sample; raw PCM has 16 bits a sample")
+        raise DataError(f"{name}: ends within a sample; raw PCM has 16 bits per sample")
 
 
 def pcm(data: bytes) -> tuple[NDArray[np.float32], bytes]:

@@ -1,10 +1,7 @@
 """Augmentation of training audio: speed, tempo, vocal tract, noise, babble, reverberation, level, codecs, SpecAugment.
 
-All of it is made on the fly, and all randomness comes from explicit seeds.
-
-Every codec is the real one: audio is encoded in memory by libsndfile, and decoded again.
-
-Every codec is the real one: audio is encoded in memory by libsndfile, and decoded again.
+Audio is augmented when it is loaded, and all randomness comes from explicit seeds. The codecs are real, not simulated:
+libsndfile encodes the audio in memory and decodes it again.
 """
 
 from __future__ import annotations
@@ -31,20 +28,20 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"(rate|mp3|opus)-([1-9][0-9]{0,5})")
 _LIMITS = {"rate": (1000, 192_000), "mp3": (8, 64), "opus": (6, 256)}
-"""Limits of the sampling rate in Hz, and of the bit rate in kbit/s: those that MP3 allows at every rate up to 24 kHz,
-and those that Opus allows."""
+"""The lowest and highest sampling rates in Hz and bit rates in kbit/s. MP3 allows its range at every sampling rate up
+to 24 kHz; Opus has the range of libsndfile."""
 _MP3_KBITS = {8000: (8, 64), 16000: (8, 160), 24000: (8, 160), 48000: (32, 320)}
 """The lowest and the highest bit rate at some of MP3's sampling rates, between which libsndfile interpolates."""
 _MP3_DELAY = 1105
-"""Samples by which LAME and mpg123 together delay audio."""
+"""Number of samples by which LAME and mpg123 together delay audio."""
 _HIGHEST_LEVEL = 0.99
 """Highest compression level: libsndfile 1.2.2 cannot encode MP3 at a level of 1."""
 _RATES = {"opus": (8000, 12000, 16000, 24000, 48000), "mp3": tuple(_MP3_KBITS)}
-"""Sampling rates of the codecs in Hz, ascending; other codecs use the telephone's."""
+"""Sampling rates of the codecs in Hz, ascending; other codecs use the sampling rate of the telephone."""
 TELEPHONE_RATE = 8000
-"""Sampling rate of the telephone, Hz."""
+"""Sampling rate of the telephone, in Hz."""
 TELEPHONE_BAND = (300.0, 3400.0)
-"""Band of the telephone, Hz."""
+"""Frequency band of the telephone, in Hz."""
 KINDS = "telephone, gsm, rate-HZ, opus-KBITS (6 to 256) and mp3-KBITS (8 to 64)"
 
 
@@ -67,8 +64,9 @@ def _kind_of(name: str) -> tuple[str, int]:
 
 
 Codec = Annotated[str, AfterValidator(check_codec)]
-"""`telephone` is the band from 300 to 3400 Hz at 8 kHz in µ-law; `gsm` the same band, in GSM 06.10 at 13 kbit/s;
-`rate-6000` a conversion to 6 kHz and back; `opus-8` and `mp3-16` are those codecs at that many kbit/s."""
+"""The name of a codec. `telephone` is the band from 300 to 3400 Hz at 8 kHz in µ-law; `gsm` is the same band in
+GSM 06.10 at 13 kbit/s; `rate-6000` converts to 6 kHz and back; `opus-8` and `mp3-16` are Opus at 8 kbit/s and MP3 at
+16 kbit/s."""
 
 
 def transmitted(samples: NDArray[np.float32], rate: int, codec: str) -> NDArray[np.float32]:
@@ -162,15 +160,15 @@ class SpecAugmentConfig(Config):
     probability: float = Field(default=0.9, ge=0, le=1)
     """Share of utterances that are masked."""
     time_warp: int = Field(default=0, ge=0)
-    """Maximum number of frames by which a point is moved; 0 turns warping off."""
+    """Maximum number of frames by which time warping moves a frame; 0 turns warping off."""
     num_frequency_masks: int = Field(default=2, ge=0)
     """Number of masks over bands per utterance."""
     frequency_mask_size: int = Field(default=8, ge=1)
-    """Every frequency mask covers fewer bands than this."""
+    """Exclusive upper limit on the number of bands that a frequency mask covers."""
     num_time_masks: int = Field(default=5, ge=0)
     """Number of masks over frames per utterance."""
     time_mask_size: int = Field(default=20, ge=1)
-    """Every time mask covers fewer frames than this."""
+    """Exclusive upper limit on the number of frames that a time mask covers."""
     max_time_masked: float = Field(default=0.15, ge=0, le=1)
     """Maximum share of the frames that the masks cover."""
 
@@ -193,15 +191,15 @@ Decibels = Annotated[Range, _within(-math.inf, math.inf)]
 
 
 class AugmentConfig(Config):
-    """How training audio is augmented; the `augment:` section of a recipe.
+    """The augmentation of training audio; the `augment:` section of a recipe.
 
-    Ranges are [lowest, highest], and a value is drawn from them uniformly for each utterance.
+    A range has the form [lowest, highest]. A value is drawn from the range uniformly for each utterance.
     """
 
     speed: tuple[Annotated[float, Field(ge=0.5, le=2.0)], ...] = Field(default=(0.9, 1.0, 1.1), min_length=1)
     """Speed factors; one is drawn for each utterance."""
     tempo: Annotated[Range, _within(0.5, 2.0)] | None = None
-    """Range of tempo factors; the pitch stays."""
+    """Range of tempo factors, which do not change the pitch."""
     vocal_tract: Annotated[Range, _within(0.75, 1.3)] | None = None
     """Range of factors for the frequency axis (vocal tract length perturbation)."""
     silence: Annotated[Range, _within(0.0, 5.0)] | None = None
@@ -214,19 +212,20 @@ class AugmentConfig(Config):
     reverberation_probability: Share = 0.3
     """Share of utterances with reverberation."""
     babble_snr: Decibels | None = None
-    """Signal-to-noise ratio in dB, as a range, of added speech from the same mini-batch."""
+    """Range of signal-to-noise ratios, in dB, of added speech from the same mini-batch."""
     babble_probability: Share = 0.3
     """Share of utterances with added speech."""
     noise_snr: Decibels | None = None
-    """Signal-to-noise ratio in dB, as a range, of added noise."""
+    """Range of signal-to-noise ratios, in dB, of added noise."""
     noise_probability: Share = 0.5
     """Share of utterances with added noise."""
     noise_colour: Literal["white", "random"] = "white"
-    """`random` draws noise whose power falls with frequency by 0 (white) to 6 dB per octave."""
+    """Colour of the noise. With `random`, its power falls with frequency by a random amount from 0 (white) to 6 dB per
+    octave."""
     gain_db: Decibels | None = None
-    """Change of the level in dB, as a range."""
+    """Range of level changes, in dB."""
     codecs: tuple[Codec, ...] = ()
-    """Codecs to draw from: telephone, gsm, rate-HZ, opus-KBITS …"""
+    """Codecs to draw from, such as `telephone`, `gsm`, `rate-6000` and `opus-8`."""
     codec_probability: Share = 0.5
     """Share of utterances that go through a codec."""
     spec_augment: SpecAugmentConfig | None = SpecAugmentConfig()
@@ -236,7 +235,7 @@ class AugmentConfig(Config):
 
     @classmethod
     def none(cls) -> AugmentConfig:
-        """The configuration that augments nothing."""
+        """A configuration that leaves all audio unchanged."""
         return cls(speed=(1.0,), spec_augment=None)
 
     def at(self, step: int) -> AugmentConfig:
@@ -254,10 +253,10 @@ class AugmentConfig(Config):
 def augmented(
     waveforms: Sequence[torch.Tensor | DataError], sampling_rate: int, config: AugmentConfig, seed: int
 ) -> list[torch.Tensor | DataError]:
-    """The waveforms of a micro-batch, augmented, or the errors in their places.
+    """Augment the waveforms of a micro-batch; errors among `waveforms` stay in their places.
 
-    The randomness of each depends only on `seed` and its place, so an error does not affect others, unless speech of
-    the batch is mixed into them (`babble_snr`).
+    The randomness of a waveform depends only on `seed` and its place. An error therefore does not affect the other
+    waveforms, unless speech of the batch is mixed into them (`babble_snr`).
     """
     found = list(waveforms)
     for place, each in enumerate(derive_seeds(seed, "waveform", len(waveforms))):
@@ -280,8 +279,8 @@ def augment_waveform(
     generator: np.random.Generator,
     others: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
-    """`waveform` `[T]` with its speed changed (length divided by the factor, rounded up), then with reverberation,
-    babble from `others`, noise and a new level, and sent through a codec."""
+    """Change the speed of `waveform` `[T]` (its length is divided by the factor and rounded up). Then add
+    reverberation, babble from `others` and noise, change the level, and apply a codec."""
     import torch
 
     from starling.speech.resampling import resampled
@@ -309,7 +308,7 @@ def augment_waveform(
         waveform = waveform + noise * math.sqrt(power / 10 ** (snr / 10))
     if config.gain_db is not None:
         waveform = waveform * 10 ** (generator.uniform(*config.gain_db) / 20)
-    if config.codecs and generator.random() < config.codec_probability:  # last: a codec hears the noise, too
+    if config.codecs and generator.random() < config.codec_probability:  # last: the codec also encodes the noise
         sent = transmitted(waveform.numpy(), sampling_rate, str(generator.choice(config.codecs)))
         waveform = torch.from_numpy(sent)
     return waveform
@@ -326,8 +325,8 @@ def draw_warps(config: AugmentConfig, seed: int, count: int) -> list[Warp]:
 
 
 def impulse_response(sampling_rate: int, decay: Range, generator: np.random.Generator) -> torch.Tensor:
-    """A room's impulse response `[T]`: a direct sound of 1, and noise whose power decays by 60 dB in the drawn time and
-    is 0 to 10 dB below the direct sound's."""
+    """A room's impulse response `[T]`: a direct sound of 1, and noise whose power decays by 60 dB in the drawn time.
+    The power of the noise is 0 to 10 dB below that of the direct sound."""
     import torch
 
     seconds = generator.uniform(*decay)
@@ -356,7 +355,7 @@ def _surrounded(
 
 
 def _convolved(waveform: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
-    """The waveform `[T]` heard through an impulse response, cut to its own length."""
+    """The waveform `[T]` convolved with an impulse response, and cut to the waveform's length."""
     import torch
 
     size = 1 << (len(waveform) + len(response) - 1).bit_length()
@@ -379,10 +378,11 @@ def _babble(num_samples: int, others: Sequence[torch.Tensor], generator: np.rand
 
 
 def _coloured_noise(num_samples: int, generator: np.random.Generator) -> torch.Tensor:
-    """Noise `[num_samples]` with a mean power of 1, which is proportional to 1 / f^a; a is drawn from 0 to 2.
+    """Noise `[num_samples]` with a mean power of 1 and a power spectrum proportional to 1 / f^a; a is drawn from 0 to
+    2.
 
-    It repeats after 16,384 samples, because a longer FFT, or one whose size is not a power of 2, would take longer than
-    everything else.
+    The noise repeats after 16,384 samples, because a longer FFT, or one whose size is not a power of 2, would take
+    longer than the rest of the augmentation.
     """
     import torch
 

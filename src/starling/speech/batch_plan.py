@@ -1,12 +1,13 @@
-"""Which utterances become a mini-batch, and whose: utterances of similar duration are grouped, window by window (a
-window is a few shards of an epoch), several domains are mixed in proportions given by the recipe, and for studies, data
-are divided among learners.
+"""Assigns utterances to mini-batches, and mini-batches to learners.
 
-Each domain has an endless stream of passes. A pass contains each of its utterances once, shard after shard, with the
-shards in a new random order. Each epoch takes the next segment of every stream. So all utterances of a domain are drawn
-equally often: at the end of an epoch, some were drawn p times and the others p + 1 times.
+Utterances of similar duration are grouped, window by window (a window is a few shards of an epoch). Several domains are
+mixed in proportions given by the recipe. For studies, the data can be divided among learners.
 
-Usually all learners take mini-batches from one stream that contains each utterance once per epoch. With divided data
+Each domain of a mixture has an endless stream of passes. A pass contains each utterance of the domain once, shard after
+shard, with the shards in a new random order. Each epoch consists of the next segment of every stream. All utterances of
+a domain are therefore drawn equally often: at the end of an epoch, some were drawn p times and the others p + 1 times.
+
+Usually, all learners share one stream of mini-batches that contains each utterance once per epoch. With divided data,
 each learner draws its mini-batches at random from its own part, and an epoch is only a number of mini-batches.
 """
 
@@ -26,42 +27,42 @@ from starling.errors import ConfigError, DataError
 from starling.speech.store import SpeechSets
 from starling.workload import Weighting
 
-MiniBatch = list[NDArray[np.int64]]  # its micro-batches, each an array of utterance indices
+MiniBatch = list[NDArray[np.int64]]  # the micro-batches of a mini-batch, each an array of utterance indices
 
 _MICRO_BATCHES_PER_BUCKET = 4  # with fewer, small sets would have needlessly small batches
 _MAX_SPLIT = 0.1  # fraction of micro-batches that may be split to complete groups of similar mini-batches
 
 
 class BatchConfig(Config):
-    """How utterances are grouped; the `batches:` section of a recipe."""
+    """The grouping of utterances into mini-batches; the `batches:` section of a recipe."""
 
     max_duration: float = Field(default=60.0, gt=0)
     """Maximum seconds of audio in a micro-batch, including padding; it limits memory use."""
     accumulate: int = Field(default=1, ge=1)
-    """Micro-batches per mini-batch, over which gradients are accumulated."""
+    """Number of micro-batches per mini-batch, over which gradients are accumulated."""
     num_buckets: int = Field(default=20, ge=1)
     """Maximum number of groups of similar duration in a window."""
     window: int = Field(default=10, ge=1)
     """Number of shards that are open and shuffled together."""
     similar: int = Field(default=8, ge=1)
-    """Number of consecutive mini-batches of similar duration: up to this many learners can step together with little
+    """Number of consecutive mini-batches of similar duration. Up to this many learners can step together with little
     waiting."""
     shortest_first: bool = False
     """Whether the first epoch is sorted by duration (SortaGrad, Amodei et al. 2016), from the shortest to the longest
     utterance of each window. CTC learns sooner from short utterances."""
     weighting: Weighting = "batches"
-    """How mini-batches are weighted when learners average gradients: `batches` weights them equally, `utterances` and
-    `frames` in proportion to their number."""
+    """How mini-batches are weighted when learners average gradients: `batches` weights them equally; `utterances` and
+    `frames` weight them by their number of utterances or frames."""
     num_workers: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
-    """Loading processes per learner, which load batches ahead. 0 makes the learner load them itself; auto depends on
-    the cores, the learners on this machine, the location of the data and the budget."""
+    """Number of processes per learner that load batches ahead. With 0, the learner loads batches itself. With auto, the
+    number depends on the cores, the learners on this machine, the location of the data and the budget."""
 
 
 class ShardWindows:
-    """The parts of an epoch, each shuffled separately; a pure function of epoch and number. This class puts all shards
-    of a set in random order, in windows of at most `most_shards`; each utterance occurs once per epoch.
+    """The windows of an epoch, which are shuffled separately. A window is a pure function of its epoch and number.
 
-    `shards` (`[N]`, ascending) is the shard of each utterance.
+    This class arranges all shards of a set in random order, in windows of at most `most_shards` shards. Each utterance
+    occurs once per epoch. `shards` (`[N]`, ascending) are the shards of the utterances.
     """
 
     def __init__(self, shards: NDArray[np.int32], most_shards: int, seed: int) -> None:
@@ -70,7 +71,7 @@ class ShardWindows:
         self._seed = seed
 
     def members(self, epoch: int, number: int) -> NDArray[np.int64]:
-        """The utterances of a window, in any order; an utterance that a mixture draws twice occurs twice."""
+        """The utterances of a window, in any order. An utterance that a mixture draws twice occurs twice."""
         num_shards = len(self._bounds) - 1
         order = np.random.default_rng(derive_seed(self._seed, "shards", epoch)).permutation(num_shards)
         first, end = (part * num_shards // self.num_windows for part in (number, number + 1))
@@ -78,8 +79,8 @@ class ShardWindows:
 
 
 def shard_bounds(shards: NDArray[np.int32]) -> NDArray[np.int64]:
-    """The first utterance of each shard, followed by the number of utterances: `[S + 1]`, from `shards` `[N]`,
-    ascending."""
+    """The first utterance of each of S shards, followed by the number of utterances, `[S + 1]`. `shards` (`[N]`,
+    ascending) are the shards of the utterances."""
     changes = np.diff(shards)
     if len(changes) and changes.min() < 0:
         raise DataError("the utterances of a set are not in the order of their shards; prepare it again")
@@ -88,7 +89,7 @@ def shard_bounds(shards: NDArray[np.int32]) -> NDArray[np.int64]:
 
 @dataclass
 class Bucket:
-    """Utterances of similar duration, and the number of micro-batches into which they are divided."""
+    """A group of utterances of similar duration, and the number of micro-batches into which they are divided."""
 
     members: NDArray[np.int64]
     longest: float
@@ -96,8 +97,8 @@ class Bucket:
 
 
 class Dealing:
-    """The sizes of a window's micro-batches, which depend on `durations` (`[n]`, seconds) only, and their random
-    division into mini-batches."""
+    """Divides a window's utterances into micro-batches, and these into mini-batches at random. The sizes of the
+    micro-batches depend only on `durations` (`[n]`, seconds)."""
 
     def __init__(self, durations: NDArray[np.float32], config: BatchConfig) -> None:
         self.accumulate = max(1, min(config.accumulate, len(durations)))
@@ -121,7 +122,7 @@ class Dealing:
         return sum(bucket.groups for bucket in self.buckets) // self.accumulate
 
     def deal(self, generator: np.random.Generator) -> list[MiniBatch]:
-        """Random mini-batches, ordered from the shortest to the longest utterances."""
+        """Draw random mini-batches, ordered from the shortest to the longest utterances."""
         micro_batches: MiniBatch = []
         for bucket in self.buckets:
             micro_batches += np.array_split(generator.permutation(bucket.members), bucket.groups)
@@ -129,7 +130,8 @@ class Dealing:
 
 
 def fill_buckets(durations: NDArray[np.float32], config: BatchConfig) -> list[Bucket]:
-    """Buckets of about equal total duration, shortest utterances first, each with the number of groups it needs."""
+    """Divide utterances into buckets of about equal total duration, shortest utterances first. Each bucket has the
+    number of groups that it needs."""
     order = np.argsort(durations, kind="stable")
     ends = np.cumsum(durations[order], dtype=np.float64)
     total = float(ends[-1])
@@ -152,8 +154,9 @@ def _split_longest(buckets: list[Bucket], times: int) -> None:
 
 
 def in_similar_groups(count: int, size: int, generator: np.random.Generator) -> list[int]:
-    """Numbers below `count` in random order, with groups of `size` neighbours kept together. The remainder comes last;
-    it is chosen at random, so that a window does not always end with its longest utterances."""
+    """The numbers below `count` in random order, with groups of `size` neighbours kept together. The numbers that do
+    not fill a group come last. They are chosen at random, so that a window does not always end with its longest
+    utterances."""
     whole, over = divmod(count, size)
     cut = int(generator.integers(whole + 1)) * size
     groups = np.delete(np.arange(count), np.s_[cut : cut + over]).reshape(whole, size)
@@ -176,9 +179,9 @@ class DomainConfig(Config):
     """One domain of a mixture."""
 
     sets: SetNames = Field(min_length=1)
-    """Names of sets of `data.corpus`, or folders of prepared sets."""
+    """Names of sets in `data.corpus`, or folders of prepared sets."""
     weight: float | None = Field(default=None, gt=0.0)
-    """The weight of the domain; only for `by: hand`."""
+    """Weight of the domain, for `by: hand` only."""
 
 
 DomainName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
@@ -187,19 +190,19 @@ DomainName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._
 class MixtureConfig(Config):
     """The domains of the training data and their proportions; the `mixture:` section of a recipe.
 
-    Domain d makes up the share p_d = w_d^temperature / sum over j of w_j^temperature of the drawn data.
+    The share of domain d in the drawn data is p_d = w_d^temperature / sum over j of w_j^temperature.
     """
 
     domains: dict[DomainName, DomainConfig] = Field(min_length=1)
     """The domains, by name."""
     by: Literal["hours", "utterances", "hand"] = "hours"
-    """The domain weights w_d: hours, number of utterances, or `weight` by hand. Proportions are measured in utterances
-    with `utterances`, otherwise in seconds of audio."""
+    """The domain weights w_d: `hours` of audio, number of `utterances`, or, with `hand`, each domain's `weight`. With
+    `utterances`, proportions are measured in utterances, and otherwise in seconds of audio."""
     temperature: float = Field(default=1.0, ge=0.0, le=1.0)
-    """Exponent of the weights w_d: 1 gives proportions of w_d, 0 equal shares."""
+    """Exponent of the weights w_d: with 1, shares are proportional to the weights; with 0, they are equal."""
     exhausted: Literal["repeat", "stop"] = "repeat"
-    """What happens when an epoch needs more of a domain than it has: `repeat` begins its next pass, `stop` shortens the
-    epoch for all domains."""
+    """What happens if an epoch needs more data than a domain has: `repeat` begins the domain's next pass, and `stop`
+    shortens the epoch for all domains."""
 
     @model_validator(mode="after")
     def _weights_where_they_count(self) -> Self:
@@ -221,8 +224,8 @@ class MixtureConfig(Config):
 def quotas(config: MixtureConfig, amounts: Sequence[int]) -> list[int]:
     """The amount of each domain in an epoch, in the unit of `amounts` (milliseconds or utterances).
 
-    Domain d contributes p_d W, with W the amount of all domains together. With `exhausted: stop` all amounts are scaled
-    by the largest factor, at most 1, with which no domain contributes more than it has.
+    Domain d contributes the amount p_d W, where W is the sum of `amounts`. With `exhausted: stop`, all contributions
+    are scaled by the largest factor, at most 1, with which no domain contributes more than it has.
     """
     weights = [domain.weight for domain in config.domains.values()] if config.by == "hand" else amounts
     powers = np.asarray(weights, np.float64) ** config.temperature
@@ -233,9 +236,9 @@ def quotas(config: MixtureConfig, amounts: Sequence[int]) -> list[int]:
 
 
 class MixedWindows:
-    """The data of each epoch of a mixture, in windows of about `window` shards.
+    """The utterances of each epoch of a mixture, in windows of about `window` shards.
 
-    Each window contains the same fraction of each domain's amount in the epoch. Raises DataError for a domain without
+    Each window contains the same fraction of every domain's amount in the epoch. Raises DataError for a domain without
     utterances.
     """
 
@@ -263,8 +266,8 @@ class MixedWindows:
 
 
 class _Stream:
-    """The consecutive passes of one domain. Positions count milliseconds of audio, or utterances, from the first
-    pass."""
+    """The consecutive passes over one domain. A position is the number of milliseconds of audio, or of utterances,
+    since the beginning of the first pass."""
 
     def __init__(
         self, durations: NDArray[np.float32], bounds: NDArray[np.int64], by_seconds: bool, seed: int, name: str
@@ -278,7 +281,8 @@ class _Stream:
         self.num_shards = len(bounds) - 1
 
     def between(self, begin: int, end: int) -> list[NDArray[np.int64]]:
-        """The utterances that begin at positions `begin` to `end`, in parts of at most a shard or a whole pass."""
+        """The utterances that begin at positions `begin` to `end` of the stream. Each part of the result is at most a
+        shard, or is a whole pass."""
         found = []
         for turn in range(begin // self.amount, -(-end // self.amount)):
             found += self._of_pass(turn, begin - turn * self.amount, end - turn * self.amount)
@@ -296,7 +300,7 @@ class _Stream:
             shard = int(order[place])
             first, behind = self._bounds[shard : shard + 2]
             members = np.arange(first, behind)
-            if starts[place] < begin or ends[place] > end:  # the order within a shard matters only if it is split
+            if starts[place] < begin or ends[place] > end:  # the order within a shard matters only in a split shard
                 members = self._generator(turn, shard).permutation(members)
                 amounts = _amounts(self._durations[members], self._by_seconds)
                 begins = starts[place] + np.cumsum(amounts) - amounts
@@ -309,29 +313,29 @@ class _Stream:
 
 
 def _amounts(durations: NDArray[np.float32], by_seconds: bool) -> NDArray[np.int64]:
-    """The amount of each utterance: milliseconds, at least 1; or 1 for each utterance."""
+    """The amount of each utterance: its length in milliseconds, at least 1, or 1 for every utterance."""
     if not by_seconds:
         return np.ones(len(durations), np.int64)
     return np.maximum(1, np.rint(np.asarray(durations, np.float64) * _PER_SECOND)).astype(np.int64)
 
 
 class DirichletConfig(Config):
-    """Parts in which speakers or domains have different frequencies, to a degree set by `alpha`."""
+    """Parts in which speakers or domains have different frequencies. `alpha` determines how different they are."""
 
     kind: Literal["dirichlet"]
     alpha: float = Field(gt=0.0, le=1e6)
-    """Concentration of the Dirichlet distribution: with a large value, each part is like the whole set; near 0, each
-    part has only a few of the speakers or domains."""
+    """Concentration of the Dirichlet distribution. With a large value, each part resembles the whole set; with a value
+    near 0, each part has only a few of the speakers or domains."""
     by: Literal["speaker", "domain"] = "speaker"
-    """The labels that are divided: speakers, or the domains of the mixture."""
+    """The labels that are divided among the parts: speakers, or the domains of the mixture."""
 
 
 PartitionConfig = Literal["identical", "speaker", "domain"] | DirichletConfig
-"""Which utterances a learner may see; the `partition:` key of a recipe."""
+"""The utterances that a learner may see; the `partition:` key of a recipe."""
 
 
 def divided_by(config: PartitionConfig) -> Literal["speaker", "domain"]:
-    """The labels that are divided: the domains of a mixture, or otherwise speakers."""
+    """The labels that a partition divides: the domains of a mixture, or otherwise speakers."""
     by = config.by if isinstance(config, DirichletConfig) else config
     return "domain" if by == "domain" else "speaker"
 
@@ -339,12 +343,12 @@ def divided_by(config: PartitionConfig) -> Literal["speaker", "domain"]:
 def divide(
     labels: NDArray[np.int32], seconds: NDArray[np.float32], num_parts: int, config: PartitionConfig, seed: int
 ) -> NDArray[np.int32]:
-    """The part of each utterance, `[N]` in 0 ... num_parts - 1; no part is empty.
+    """The part of each utterance, `[N]`, from 0 to num_parts - 1. No part is empty.
 
     `labels` (`[N]`) are the numbers of speakers or domains. Whole speakers, or whole domains if there are enough, are
-    assigned in descending order of their audio, each to the part with the least audio so far. If there are fewer
-    domains than parts, each domain gets a number of parts in proportion to its audio, and its utterances are divided
-    among them at random.
+    assigned in descending order of their amounts of audio, each to the part with the least audio so far. If there are
+    fewer domains than parts, each domain gets a number of parts in proportion to its audio, and its utterances are
+    divided among these parts at random.
 
     Raises ConfigError if there are too few utterances or speakers.
     """
@@ -366,9 +370,9 @@ def divide(
 
 
 def _to_the_lightest(amounts: NDArray[np.float64], num_parts: int) -> NDArray[np.int32]:
-    """The part of each label: labels are assigned in descending order of their audio, each to the part with the least
-    audio so far."""
-    lightest = [(0.0, 0, part) for part in range(num_parts)]  # its audio, its labels, its number
+    """The part of each label. Labels are assigned in descending order of their amounts of audio, each to the part with
+    the least audio so far."""
+    lightest = [(0.0, 0, part) for part in range(num_parts)]  # audio, number of labels, index of the part
     chosen = np.empty(len(amounts), np.int32)
     for label in np.argsort(-amounts, kind="stable").tolist():
         amount, count, part = lightest[0]
@@ -380,8 +384,8 @@ def _to_the_lightest(amounts: NDArray[np.float64], num_parts: int) -> NDArray[np
 def _domains_among_more_parts(
     labels: NDArray[np.int32], amounts: NDArray[np.float64], num_parts: int, generator: np.random.Generator
 ) -> NDArray[np.int32]:
-    """The part of each utterance. Each domain has its own parts; every additional part goes to the domain with the most
-    audio per part."""
+    """The part of each utterance. Each domain has one or more parts of its own: every additional part goes to the
+    domain with the most audio per part."""
     counts = np.bincount(labels)
     owned = np.ones(len(amounts), np.int64)
     for _ in range(num_parts - len(amounts)):
@@ -396,11 +400,12 @@ def _domains_among_more_parts(
 def _dirichlet(
     labels: NDArray[np.int32], num_parts: int, alpha: float, generator: np.random.Generator
 ) -> NDArray[np.int32]:
-    """Equal numbers of utterances for each part, whose labels have the proportions q ~ Dir(alpha p).
+    """The part of each utterance. All parts have equal numbers of utterances, and the proportions of labels in a part
+    are q ~ Dir(alpha p).
 
-    p (`[L]`) are the labels' proportions among all utterances. As in Hsu et al. 2019 (arXiv 1909.06335, section 3),
-    utterances are drawn without replacement: when a label is used up, q is restricted to the others, and redrawn if it
-    is then 0.
+    p (`[L]`) are the proportions of the labels among all utterances. As in Hsu et al. 2019 (arXiv 1909.06335,
+    section 3), utterances are drawn without replacement. When a label is used up, q is restricted to the other labels,
+    and redrawn if it is then 0.
     """
     counts = np.bincount(labels)
     left = counts.copy()
@@ -426,7 +431,8 @@ def _dirichlet(
 
 
 def describe_parts(parts: NDArray[np.int32], seconds: NDArray[np.float32], labels: NDArray[np.int32]) -> str:
-    """A description of the range of audio and of labels per part; all arguments are `[N]`."""
+    """A description of the smallest and largest amount of audio and number of labels in a part. All arguments are
+    `[N]`."""
     amounts = np.bincount(parts, weights=seconds) / 3600
     numbers = np.bincount(np.unique(np.stack([parts, labels]), axis=1)[0])
     return (

@@ -12,7 +12,9 @@ from starling.timeouts import CLIENT_STALL
 COMMANDS = Commands(needs="speech")
 Average = Annotated[
     int | None,
-    typer.Option("--average", min=1, help="Average this many newest checkpoints. Default: the recipe's number."),
+    typer.Option(
+        "--average", min=1, help="Number of newest checkpoints to average. Default: the number in the recipe."
+    ),
 ]
 Boost = Annotated[
     Path | None,
@@ -126,7 +128,7 @@ def score(
     ] = None,
     language: Annotated[str, typer.Option(help="The language in which numbers are written.")] = "en",
 ) -> None:
-    """Score decoded texts again, by speaker or column, or normalised; test whether two experiments differ."""
+    """Score decoded texts again, by speaker or column, or normalised. Test whether two experiments differ."""
     from starling.speech.commands.score import score as score_texts
 
     if table is not None and by is None:
@@ -213,9 +215,9 @@ def align(
 def serve(
     experiment: Experiment,
     host: Annotated[
-        str, typer.Option(help="The address to serve at. Any other than loopback is open to the network.")
+        str, typer.Option(help="The address to serve at. Any address other than loopback is open to the network.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="The port to serve at; 0 chooses a free one.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port to serve at; 0 chooses a free port.")] = 8000,
     max_megabytes: Annotated[float, typer.Option(min=0.001, help="Largest upload in megabytes.")] = 500.0,
     max_minutes: Annotated[float, typer.Option(min=0.01, help="Longest audio of an upload in minutes.")] = 240.0,
     stall_seconds: Annotated[float, typer.Option(min=0.1, help="Longest client silence in seconds.")] = CLIENT_STALL,

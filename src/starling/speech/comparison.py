@@ -1,4 +1,5 @@
-"""Comparisons of recipes that train speech recognisers: what their cells share, and how their models are scored."""
+"""Comparisons of recipes that train speech recognisers: prepares the files that cells share, and scores their
+models."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,13 +28,13 @@ from starling.workload import Ticket
 
 _WORD_ERRORS = Metric(name="WER %", all_right=0.0, all_wrong=95.0, diverged=100.0)
 _MAX_BYTES = 512 * 2**20
-"""The maximum size of the mini-batches that a process keeps in memory."""
+"""Maximum size, in bytes, of the mini-batches that a process keeps in memory."""
 _NO_RESULT_DEPENDS_ON = {"name", "exp", "overwrite", "resume", "checkpoints", "validate_every"}
 
 
 @dataclass(frozen=True)
 class SpeechComparison:
-    """The runs of a recipe with a `compare:` section. The folder `ready` holds what they share."""
+    """The runs of a recipe with a `compare:` section. The folder `ready` contains the files that the runs share."""
 
     tree: Tree
     """The recipe without its `compare:` section."""
@@ -43,7 +44,7 @@ class SpeechComparison:
     metric: Metric = _WORD_ERRORS
     _recipes: dict[Row | Cell, Recipe] = field(default_factory=dict, repr=False, compare=False)
     _prepared: dict[str, list[Path]] = field(default_factory=dict, repr=False, compare=False)
-    """The folders that this process has prepared, by what cells share."""
+    """The folders that this process has prepared, by a digest of the settings that cells with the same folder share."""
     _loaded: dict[str, dict[Ticket, Sequence[Batch]]] = field(default_factory=dict, repr=False, compare=False)
     """The mini-batches that this process has loaded for the last `batches_key`."""
 
@@ -78,10 +79,11 @@ class SpeechComparison:
         return self.recipe(row).optimizer.lr
 
     def digest(self, cell: Cell) -> str:
-        """The digest of all that the result of a cell depends on: a result with another digest is computed again."""
+        """The digest of everything on which the result of a cell depends. A result with a different digest is computed
+        again."""
         recipe = self.recipe(cell).model_dump(mode="json", exclude=_NO_RESULT_DEPENDS_ON)
         if self.recipe(cell).island == NO_ISLANDS:
-            del recipe["island"]  # results from before there were islands are still valid
+            del recipe["island"]  # results older than islands remain valid
         elif self.recipe(cell).island.tensor == 1:
             del recipe["island"]["tensor"]
         if not recipe["batch_shares"]:
@@ -90,22 +92,23 @@ class SpeechComparison:
         return digest([recipe, self.section.engine])
 
     def batches_key(self, cell: Cell) -> str:
-        """A key that is equal for cells that load equal mini-batches."""
+        """A key that is the same for all cells that load the same mini-batches."""
         recipe = self.recipe(cell)
         sections = {"seed", "data", "mixture", "partition", "tokens", "features", "augment", "batches"}
         content = recipe.model_dump(mode="json", include=sections)
         content["parts"] = recipe.num_workers if recipe.partition != "identical" else 1
-        content["too short for"] = recipe.model.subsampling  # decides which utterances CTC leaves out
+        content["too short for"] = recipe.model.subsampling  # determines which utterances CTC leaves out
         return digest(content)
 
     def prepare(self, cells: Sequence[Cell], say: Say, bars: Bars) -> None:
-        """Prepare what the cells share: data, and the model before training."""
+        """Prepare the data and the models before training that the cells share."""
         seeded: dict[Path, list[Cell]] = {}
         for cell in cells:
             seeded.setdefault(self._ready(cell).path, []).append(cell)
         for path, own in seeded.items():
             folder, recipe = ExperimentFolder(path), self.recipe(max(own, key=lambda cell: cell.learners))
-            # one folder is made like another: CTC leaves out other utterances for another model; alignments serve all
+            # Folders are made from one another where possible. With CTC, the model determines which utterances are too
+            # short and left out; alignments are shared by all models.
             done = self._prepared.setdefault(self._digest(own[0], with_model=recipe.loss != "frames"), [])
             if path in done:
                 continue
@@ -130,7 +133,7 @@ class SpeechComparison:
         if self.section.engine == "processes":
             return make_job(recipe, self._ready(cell), cell.learners)
         job = make_job(recipe, self._ready(cell))
-        if isinstance(job.workload, SpeechWorkload):  # what other workloads load is ready on the disk
+        if isinstance(job.workload, SpeechWorkload):  # other workloads load prepared frames from disk
             key = self.batches_key(cell)
             kept = self._loaded.get(key, {})
             self._loaded.clear()
@@ -142,11 +145,11 @@ class SpeechComparison:
         return self.recipe(cell).cluster
 
     def engine(self, cell: Cell) -> Mapping[str, Any]:
-        """The engine options of real learners."""
+        """The engine options for learners in real processes."""
         return self.recipe(cell).engine.model_dump()
 
     def score(self, cell: Cell, model: nn.Module) -> dict[str, Any]:
-        """The fields of a result that say how good a trained model is."""
+        """The fields of a result that contain the scores of a trained model."""
         recipe = self.recipe(cell)
         recogniser = Recogniser.load(self._ready(cell).initial)
         recogniser.model.load_state_dict(model.state_dict())
@@ -185,7 +188,7 @@ class Remembered(SpeechWorkload):
 
 
 def check_comparison(tree: Tree, where: str) -> SpeechComparison:
-    """The comparison of a recipe's tree; `where` names it in the ConfigError that lists all problems."""
+    """The comparison in a recipe's tree. `where` names the tree in the ConfigError that lists all problems."""
     tree = dict(tree)
     given, problems, section, base = tree.pop("compare", None), [], None, None
     try:
@@ -206,7 +209,7 @@ def check_comparison(tree: Tree, where: str) -> SpeechComparison:
 
 
 def _row_problems(subject: SpeechComparison) -> list[str]:
-    """Problems with single arms, and with the sets that comparing and tuning need."""
+    """Problems with single arms, and with the sets that the comparison and its tuning need."""
     section, data = subject.section, subject.base.data
     found: dict[str, None] = {}
     for row in section.rows:

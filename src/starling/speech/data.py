@@ -1,4 +1,4 @@
-"""The `data:` section of a recipe, and what a prepared set depends on."""
+"""The `data:` section of a recipe, and the settings on which a prepared set depends."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -20,15 +20,15 @@ from starling.speech.shards import FORMAT
 from starling.speech.strings import StringsConfig, copies_problem
 from starling.speech.usable import Checking, FilterConfig, Source, TextStyle, left_out_of
 
-_SEEDS = 2**63  # as many as `derive_seed` has
+_SEEDS = 2**63  # the number of values of `derive_seed`
 
 
 class HoldOutConfig(Config):
     """A new set that takes a random part of another set, which keeps the rest; `data.hold_out`.
 
-    Whether an utterance is held out depends on its own id or speaker and on the seed, so it stays where it is when the
-    corpus grows. With several `folds`, the new sets of `fold` 0, 1, ... are disjoint, and together they form the whole
-    set, as cross-validation needs.
+    Whether an utterance is held out depends only on its own id or speaker and on the seed, so it stays in the same set
+    when the corpus grows. The new sets with `fold` 0, 1, ... are disjoint, and together they form the whole set, as
+    cross-validation requires.
     """
 
     set: str = "dev"
@@ -38,19 +38,20 @@ class HoldOutConfig(Config):
     folds: int = Field(default=20, ge=2)
     """Number of parts: on average, 1 / folds of the utterances or speakers are held out."""
     fold: int = Field(default=0, ge=0)
-    """The number of the part that is held out, from 0 to folds - 1."""
+    """Index of the part that is held out, from 0 to folds - 1."""
     by: Literal["utterance", "speaker"] = "utterance"
     """The unit that is held out: single utterances, or whole speakers."""
     seed: int = Field(default=0, ge=0)
     """Seed of the division."""
 
     def problem(self, sets: Iterable[str]) -> str | None:
-        """The problem with these settings for a corpus with these sets; None if there is none."""
+        """A description of the problem with these settings for a corpus with the given sets; None if there is no
+        problem."""
         known = list(sets)
         if self.of not in known:
             return f"data.hold_out.of: {self.of!r} is not in data.corpus.sets ({', '.join(known)}); name one of them"
         if self.set in known:
-            return f"data.hold_out.set: data.corpus.sets has a set {self.set!r} already; choose another name"
+            return f"data.hold_out.set: data.corpus.sets has a set {self.set!r} already; choose a different name"
         if self.fold >= self.folds:
             return f"data.hold_out.fold: {self.fold} of {self.folds} folds; the last is {self.folds - 1}"
         return None
@@ -65,7 +66,7 @@ class HoldOutConfig(Config):
 
 
 class DataConfig(Config):
-    """Where the data are, how they are prepared, and which sets train, validate and test."""
+    """The location and the preparation of the data, and the sets for training, validation and testing."""
 
     folder: Path
     """The folder of the prepared sets, e.g. data/fsdd."""
@@ -79,20 +80,20 @@ class DataConfig(Config):
     """A folder on each machine, e.g. /scratch/fsdd, into which a shard of `remote` is copied when it is first read;
     with null, every utterance is read from the store each time."""
     corpus: CorpusConfig
-    """Where the audio and its transcripts are; `kind` is the format of the manifests."""
+    """The corpus with the audio and its transcripts; `kind` is the format of the manifests."""
     hold_out: HoldOutConfig | None = None
     """A development set made from a random part of another set."""
     sampling_rate: int = Field(default=16000, ge=1000, le=192000)
-    """Hz at which prepared audio is sampled; audio at other rates is resampled."""
+    """Hz at which prepared audio is sampled. Audio with other sampling rates is resampled."""
     text: TextStyle = "upper"
-    """How transcripts are normalised. Runs of spaces are always replaced by one."""
+    """The normalisation of transcripts. Runs of spaces are always replaced by one space."""
     filter: FilterConfig = FilterConfig()
     check: CheckConfig = CheckConfig()
-    """What `starling check` looks for; does not affect prepared sets."""
+    """The findings that `starling check` looks for. This section does not affect prepared sets."""
     strings: StringsConfig | None = None
-    """Settings for joining recordings into strings, e.g. isolated digits into connected ones."""
+    """Settings for joining recordings into strings, e.g. isolated digits into connected digits."""
     shard_size: int = Field(default=1000, ge=1)
-    """Number of the corpus's utterances per shard. It counts dropped utterances, which the shard does not contain."""
+    """Number of the corpus's utterances per shard. It includes dropped utterances, which the shard does not contain."""
     train: str = "train"
     """The set to train on."""
     valid: str | None = "dev"
@@ -138,7 +139,7 @@ class DataConfig(Config):
 
     @property
     def sets(self) -> list[str]:
-        """The names of all sets: those of the corpus, and the one that is held out."""
+        """The names of all sets: those of the corpus, and the new set of `hold_out`, if there is one."""
         held_out = [self.hold_out.set] if self.hold_out is not None else []
         return list(dict.fromkeys([*self.corpus.sets, *held_out]))
 
@@ -150,12 +151,13 @@ class DataConfig(Config):
         return found
 
     def source(self, name: str) -> str:
-        """The corpus's name of the set that a set is, or is part of."""
+        """The name of the corpus's set from which the set `name` is made. It differs from `name` only for a set that is
+        held out."""
         return self.hold_out.of if self.hold_out is not None and name == self.hold_out.set else name
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """The words that precede transcripts, as prepared, to tell which corpus they belong to; usually none."""
+        """The words at the beginning of prepared transcripts that name the corpus of an utterance; usually none."""
         tags = self.corpus.tags.values() if isinstance(self.corpus, SeveralCorpus) else ()
         return tuple({"upper": each.upper(), "lower": each.lower(), "as-is": each}[self.text] for each in tags)
 
@@ -170,11 +172,11 @@ def set_digest(config: DataConfig, name: str) -> str:
 
 
 def set_settings(config: DataConfig, name: str) -> dict[str, Any]:
-    """All settings that determine a set, as JSON. They do not depend on other sets, nor on how unusable utterances are
-    handled, so changing that does not require preparing the set again."""
+    """All settings that determine a set, as JSON. They include neither other sets nor the handling of unusable
+    utterances, so that changes to these do not require preparing the set again."""
     not_of_the_set = {"leave_out", "on_bad", "max_skipped"}  # the list itself is recorded below
     if config.filter.trim is None:
-        not_of_the_set.add("trim")  # so that sets prepared before the key existed keep their digest
+        not_of_the_set.add("trim")  # sets prepared before the key existed keep their digest
     included = {"sampling_rate", "text", "filter", "shard_size"}
     settings = config.model_dump(mode="json", include=included, exclude={"filter": not_of_the_set})
     if left_out := left_out_of(config.filter.leave_out, name):

@@ -1,10 +1,11 @@
-"""The espeak-ng synthesiser, called by ctypes in a separate process, so that each run starts from the same state.
+"""The espeak-ng synthesiser, called through ctypes in a separate process, so that each run starts from the same state.
 
 espeak-ng keeps state between sentences (noise, glottal phase) that cannot be reset, so the same sentence sounds
-slightly different each time. A new process that speaks the same list gives the same samples. It reads JSON from
-standard input, `[[text, voice, rate, pitch, range], ...]`, and writes for each sentence the sampling rate and the
-number of samples (32-bit each) and the samples (16-bit), all little-endian. With the argument `phones`, it reads
-`[voice, [word, ...]]` and writes JSON, a list of phones for each word.
+slightly different each time. A new process that speaks the same list produces the same samples. This file is the
+program of that process. It reads JSON from standard input, `[[text, voice, rate, pitch, range], ...]`. For each
+sentence, it writes the sampling rate and the number of samples (32-bit each), and then the samples (16-bit), all
+little-endian. With the argument `phones`, it reads `[voice, [word, ...]]` and writes a JSON list of phones for each
+word.
 """
 
 import ctypes
@@ -28,14 +29,14 @@ _UTF8 = 1
 _IPA = 2
 _BETWEEN_PHONES = "_"
 _STRESS = "ˈˌ"
-_OTHER_LANGUAGE = re.compile(r"\([a-z-]+\)")  # around a word that is said as in another language
+_OTHER_LANGUAGE = re.compile(r"\([a-z-]+\)")  # marks a word that is pronounced as in another language
 _UNKNOWN_VOICE = 3  # exit code of the program
 _Callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
 
 
 @dataclass(frozen=True)
 class Sentence:
-    """A sentence to speak: rate in words per minute, pitch and its range on espeak's scale from 0 to 100."""
+    """A sentence to speak. The rate is in words per minute; pitch and range are on espeak's scale from 0 to 100."""
 
     text: str
     voice: str
@@ -45,7 +46,8 @@ class Sentence:
 
 
 def speak(sentences: Sequence[Sentence]) -> Iterator[tuple[NDArray[np.int16], int]]:
-    """Samples [T] and sampling rate in Hz of each sentence, the same for the same list.
+    """Yield the samples `[T]` and the sampling rate in Hz of each sentence. They are the same whenever the list is the
+    same.
 
     Raises:
         DataError: espeakng-loader is not installed, or the synthesiser failed.
@@ -59,11 +61,11 @@ def speak(sentences: Sequence[Sentence]) -> Iterator[tuple[NDArray[np.int16], in
 
 
 def pronounce(words: Sequence[str], voice: str) -> list[list[str]]:
-    """The phones of each word in the International Phonetic Alphabet, without stress marks; an empty list for a word
-    that espeak-ng cannot pronounce.
+    """The phones of each word, in the International Phonetic Alphabet and without stress marks. The list is empty for a
+    word that espeak-ng cannot pronounce.
 
     Raises:
-        ConfigError: There is no such voice.
+        ConfigError: espeak-ng has no such voice.
         DataError: espeakng-loader is not installed, or espeak-ng failed.
     """
     found: list[list[str]] = json.loads(_run("espeak-ng cannot pronounce words", [voice, list(words)], "phones"))
@@ -71,8 +73,8 @@ def pronounce(words: Sequence[str], voice: str) -> list[list[str]]:
 
 
 def _run(failure: str, content: object, *arguments: str) -> bytes:
-    """The output of this file, run as a program whose standard input is `content` as JSON. Raises DataError that begins
-    with `failure`, or ConfigError for an unknown voice."""
+    """Run this file as a program with `content`, as JSON, on its standard input, and return its output. Raises
+    DataError, whose message begins with `failure`, or ConfigError for an unknown voice."""
     command = [sys.executable, "-P", str(Path(__file__)), *arguments]
     program = subprocess.run(command, input=json.dumps(content).encode(), capture_output=True, check=False)
     if program.returncode:
@@ -107,7 +109,7 @@ def _phones() -> None:
     for word in words:
         rest = ctypes.c_char_p(word.encode())
         spoken = ""
-        while rest.value:  # clause by clause
+        while rest.value:  # one clause at a time
             spoken += " " + library.espeak_TextToPhonemes(
                 ctypes.byref(rest), _UTF8, _IPA | ord(_BETWEEN_PHONES) << 8
             ).decode(errors="replace")
@@ -136,7 +138,7 @@ def _main() -> None:
             library.espeak_SetParameter(parameter, value, 0)
         encoded = text.encode()
         if library.espeak_Synth(encoded, len(encoded) + 1, 0, 1, 0, _UTF8, None, None):
-            sys.exit(f"espeak-ng cannot say {text!r}")
+            sys.exit(f"espeak-ng cannot pronounce {text!r}")
         spoken = b"".join(pieces)
         sys.stdout.buffer.write(struct.pack("<ii", sampling_rate, len(spoken) // 2) + spoken)
 

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result")
 
-_SMALLEST_DEVIATION = 1e-5  # so that constant features (digital silence) are not divided by zero
+_SMALLEST_DEVIATION = 1e-5  # prevents division by zero for constant features (digital silence)
 WHOLE = ("active", "utterance", "speech")
-"""Values of `normalise` that need whole recordings."""
+"""The values of `normalise` that need whole recordings."""
 _FITTED_AT_ONCE = 32  # number of utterances that are read together
 _PRE_EMPHASIS = 0.97
 _BLOCK = 256  # number of frames computed at a time, so that intermediate results stay in the CPU cache
@@ -35,7 +35,8 @@ _BANKS_KEPT = 128
 
 
 def attempt(function: Callable[..., _Result], *arguments: object) -> _Result | DataError:
-    """The result of a call, or the DataError that it raises: single utterances of a batch may be unusable."""
+    """The result of a call, or the DataError that it raises. This is needed because single utterances of a batch may be
+    unusable."""
     try:
         return function(*arguments)
     except DataError as error:
@@ -46,27 +47,27 @@ class FeatureConfig(Config):
     """The parameters of log-mel features; the `features:` section of a recipe."""
 
     kind: Literal["log-mel", "raw"] = "log-mel"
-    """The kind of features: Kaldi's log-mel energies, or `raw`, the samples themselves, for model.name: wav2vec2 and
-    whisper. Of the other keys, only normalise applies to `raw`."""
+    """The kind of features: Kaldi's log-mel energies, or, for model.name: wav2vec2 and whisper, `raw` samples. Of the
+    other keys, only normalise applies to `raw`."""
     num_mels: int | None = Field(default=None, ge=4)
-    """Number of mel bands; if not given, 80, or 40 at sampling rates up to 8 kHz."""
+    """Number of mel bands. The default is 80, or 40 at sampling rates up to 8 kHz."""
     frame_length: float = Field(default=0.025, gt=0)
-    """Seconds that one window spans."""
+    """Seconds of audio in one window."""
     frame_shift: float = Field(default=0.010, gt=0)
     """Seconds from one frame to the next."""
     low_freq: float = Field(default=20.0, ge=0)
-    """Lower edge of the lowest band, Hz."""
+    """Lower edge of the lowest band, in Hz."""
     high_freq: float = -400.0
-    """Upper edge of the highest band, Hz; a value <= 0 counts down from the Nyquist frequency."""
+    """Upper edge of the highest band, in Hz. A value <= 0 is an offset from the Nyquist frequency."""
     normalise: Literal["active", "utterance", "speech", "global", "none"] = "utterance"
-    """Data whose mean and deviation normalise each band; a streaming model needs global, or none. With `active`,
-    neither the level of a recording nor silence in it changes the features: a floor is set 30 dB below the level of
+    """The data whose mean and deviation normalise each band; a streaming model needs global or none. With `active`, the
+    features depend neither on the level of a recording nor on silence in it: a floor is set 30 dB below the level of
     speech (ITU-T P.56), the mean of the frames with speech is subtracted, and the result is divided by 3, about the
-    deviation of speech. `speech` does the same without a floor, with the mean of frames that are loud compared with the
+    deviation of speech. `speech` sets no floor, and subtracts the mean of the frames that are loud compared with the
     others."""
     pauses: float | None = Field(default=None, ge=0.1)
-    """Seconds of a longer pause that the model hears, whether silence or even noise; one frame for pauses at the ends
-    of a recording. null keeps all pauses whole."""
+    """Seconds to which longer pauses, of silence or even noise, are shortened. Pauses at the ends of a recording are
+    shortened to one frame. null keeps all pauses whole."""
     splice: int = Field(default=0, ge=0, le=50)
     """Number of frames on either side that are joined to each frame, for loss: frames."""
 

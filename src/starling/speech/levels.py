@@ -1,6 +1,7 @@
-"""Levels of the frames of a recording: the level of its speech, its pauses, and features that depend on neither.
+"""Uses the levels of a recording's frames to find the level of its speech and its pauses, and to compute features that
+depend on neither.
 
-Loads only NumPy, because exported models contain this file.
+This module imports only NumPy, because exported models contain this file.
 """
 
 import math
@@ -16,27 +17,28 @@ _QUIET, _LOUD, _SPEECH = 0.10, 0.95, 0.4
 SCALE = 3.0
 """Approximate standard deviation of log-mel energies in speech, in nats."""
 _MARGIN = 10 ** (15.9 / 10)
-"""Frames more than 15.9 dB below the level of speech are not active, by ITU-T P.56."""
+"""Ratio of powers. By ITU-T P.56, frames more than 15.9 dB below the level of speech are not active."""
 _SMOOTHED = 5
-"""Number of frames whose mean power is searched for pauses."""
+"""Number of frames over which powers are averaged before the search for pauses."""
 _GROUPS = 4
 """Number of groups of bands that are searched for sound."""
 _RANGE = 10 ** (30 / 10)
-"""Frames 30 dB below the level of speech are silence."""
+"""Ratio of powers. Frames more than 30 dB below the level of speech are silence."""
 _FLOOR = -math.log(_RANGE)
 _EVEN, _RISE = 35, 10 ** (6 / 10)
-"""Frames in which no group of bands rises by 6 dB are noise: no vowel or fricative is as long and as even."""
+"""Number of frames, and ratio of powers. If no group of bands rises by 6 dB in this many frames, the frames are noise,
+because no vowel or fricative is as long and as even."""
 _BELOW = 10 ** (8 / 10)
-"""Noise is recognised only if it is at least 8 dB below the level of speech."""
+"""Ratio of powers. Noise is recognised only if it is at least 8 dB below the level of speech."""
 _AT_ENDS = 1
 """Number of frames kept of a pause at either end of a recording."""
 
 
 def loud_frames(levels: Levels, least_range: float = 0.0) -> NDArray[np.bool_]:
-    """Whether each frame is loud, `[n]`, by the levels `[n]` of frames on a logarithmic scale.
+    """Whether each frame is loud, `[n]`, given the levels `[n]` of frames on a logarithmic scale.
 
     Levels are averaged over five frames. A frame is loud if its level is at least 40 % of the way from the 10 %
-    quantile of all levels to the 95 % quantile. All frames are loud if these are less than `least_range` apart.
+    quantile of all levels to the 95 % quantile. All frames are loud if the quantiles are less than `least_range` apart.
     """
     level = _smoothed(levels)
     quiet, loud = np.quantile(level, [_QUIET, _LOUD])
@@ -45,11 +47,11 @@ def loud_frames(levels: Levels, least_range: float = 0.0) -> NDArray[np.bool_]:
 
 
 def active(power: Levels) -> NDArray[np.bool_]:
-    """Whether each frame is active, `[n]`, by the powers `[n]` of frames: at most 15.9 dB below the mean power of
-    active frames.
+    """Whether each frame is active, `[n]`, given the powers `[n]` of frames. An active frame is at most 15.9 dB below
+    the mean power of active frames.
 
-    The method of ITU-T P.56 (2011), "Objective measurement of active speech level", for the powers of frames in place
-    of an envelope. Silence is never active, however long it is, unless there is nothing else.
+    The method is that of ITU-T P.56 (2011), "Objective measurement of active speech level", applied to the powers of
+    frames in place of an envelope. Silence is never active, however long it is, unless there is nothing else.
     """
     ordered = np.sort(power)[::-1]
     means = np.cumsum(ordered, dtype=np.float64) / np.arange(1, len(power) + 1)
@@ -59,11 +61,12 @@ def active(power: Levels) -> NDArray[np.bool_]:
 
 
 def normalised(energies: Iterable[Levels]) -> list[Levels]:
-    """Log-mel energies `[n, bands]` of each utterance, independent of its level and of how much of it is silence.
+    """Normalise the log-mel energies e `[n, bands]` of each utterance. The results depend neither on the level of the
+    utterance nor on the amount of silence in it:
 
         x = log(exp(e - l) + 0.001) - m,  divided by 3
 
-    where l is the level of speech, and m the mean of each band over the active frames.
+    where l is the level of speech, and m is the mean of each band over the active frames.
     """
     scaled = []
     for each in energies:
@@ -75,8 +78,9 @@ def normalised(energies: Iterable[Levels]) -> list[Levels]:
 
 
 def without_long_pauses(powers: Levels, longest: int) -> NDArray[np.int64]:
-    """The frames `[m]` of `[n, bands]` that remain when the middle of each pause of more than `longest` frames is
-    dropped, and all but one frame of each pause at an end.
+    """The indices `[m]` of the frames that remain when long pauses are shortened, given powers `[n, bands]`. The middle
+    of each pause of more than `longest` frames is dropped, and all frames but one of a pause at an end of the
+    recording.
 
     In a pause, each group of bands is 30 dB below the level of speech, or within 6 dB of a noise that lasts for 0.35 s
     somewhere in the recording. Levels are averaged over five frames.
@@ -105,7 +109,7 @@ def without_long_pauses(powers: Levels, longest: int) -> NDArray[np.int64]:
 
 
 def _smoothed(power: Levels) -> Levels:
-    """The mean of each power `[n]` and up to two neighbours on either side."""
+    """The mean of each power in `[n]` and its neighbours, up to two on either side."""
     sums, counts = (np.convolve(each, np.ones(_SMOOTHED))[2:-2] for each in (power, np.ones(len(power))))
     smooth: Levels = sums / counts
     return smooth

@@ -1,4 +1,4 @@
-"""Reads files in an object store, or any other store that fsspec supports, by byte ranges."""
+"""Reads byte ranges of files in an object store, or in any other store that fsspec supports."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ from starling.errors import ConfigError, DataError
 PAUSES = (0.2, 1.0, 3.0)
 """Seconds before each retry after a network failure, in addition to the retries of the libraries."""
 CONNECTIONS = 64
-"""Number of concurrent requests to a store, about as many as a mini-batch has utterances."""
+"""Number of concurrent requests to a store; a mini-batch has about as many utterances."""
 _SECRET = ("secret", "password", "passphrase", "account_key", "sas_token", "connection_string", "access_key")
 
 StorageOptions = Mapping[str, Any]
@@ -26,10 +26,10 @@ class Range(NamedTuple):
 
 
 def address_problem(address: str, options: StorageOptions) -> str | None:
-    """The problem with an address or its options in a recipe; None if there is none.
+    """A description of the problem with an address or its options in a recipe; None if there is no problem.
 
-    The options are part of the recipe, which is copied into the folders of runs. So secrets belong in the environment
-    or in the credentials file of the store's library, such as AWS_SECRET_ACCESS_KEY or ~/.aws/credentials.
+    Secrets must not be in the options, because the recipe is copied into the folders of runs. They belong in the
+    environment or in the credentials file of the store's library, such as AWS_SECRET_ACCESS_KEY or ~/.aws/credentials.
     """
     if "://" not in address:
         return (
@@ -62,8 +62,8 @@ def _names(options: StorageOptions) -> list[str]:
 class ObjectFolder:
     """A folder given by its fsspec address, such as s3://bucket/corpus/train.
 
-    Each process, including a fork, connects once, at the first request. All errors are DataErrors; network failures are
-    raised after several retries.
+    Each process, including a forked one, connects once, at its first request. All errors are DataErrors. Network
+    failures are raised after several retries.
     """
 
     def __init__(self, address: str, options: StorageOptions) -> None:
@@ -75,7 +75,7 @@ class ObjectFolder:
         return content
 
     def sizes(self, folder: str = "") -> dict[str, int]:
-        """The size in bytes of each file directly in `folder`, a subfolder of this one, by name."""
+        """The size in bytes of each file that is directly in the subfolder `folder`, by the name of the file."""
         entries = self._one(folder, lambda system, path: system.ls(path, detail=True))
         return {entry["name"].rsplit("/", 1)[-1]: int(entry["size"]) for entry in entries if entry["type"] == "file"}
 
@@ -84,7 +84,7 @@ class ObjectFolder:
         self._one(file, lambda system, path: system.get_file(path, str(to)))
 
     def read_ranges(self, ranges: Sequence[Range]) -> list[bytes]:
-        """The contents of several ranges, requested concurrently; fewer bytes if a file ends earlier."""
+        """Request several ranges concurrently, and return their contents. These are shorter if a file ends earlier."""
         return self._tried([each.file for each in ranges], partial(self._cat, ranges))
 
     def _cat(self, ranges: Sequence[Range], system: Any, places: Sequence[int]) -> list[Any]:
@@ -93,7 +93,7 @@ class ObjectFolder:
         paths = [self._path(each.file) for each in chosen]
         starts, ends = [each.offset for each in chosen], [each.offset + each.size for each in chosen]
         pieces: list[Any] = system.cat_ranges(paths, starts, ends, on_error="return")
-        # a range beyond the end of a file is an error of the store: the file has become shorter
+        # stores report an error for a range that begins after the end of a file that has become shorter
         return [b"" if _begins_behind_end(piece) else piece for piece in pieces]
 
     def _path(self, file: str) -> str:
@@ -103,8 +103,8 @@ class ObjectFolder:
         return self._tried([file], lambda system, places: [ask(system, self._path(file))])[0]
 
     def _tried(self, files: Sequence[str], ask: Callable[[Any, Sequence[int]], list[Any]]) -> list[Any]:
-        """The answer about each file. `ask` answers about the files at some places, with an error in place of each
-        answer that failed."""
+        """Request an answer for each file, with retries. `ask` returns the answers for the files at the given indices,
+        with an error in place of each request that failed."""
         answers: dict[int, Any] = {}
         for pause in (*PAUSES, None):
             missing = [place for place in range(len(files)) if place not in answers]
@@ -125,7 +125,7 @@ class ObjectFolder:
         return [answers[place] for place in range(len(files))]
 
     def _file_system(self) -> Any:
-        """The connection of this process, which fsspec keeps open."""
+        """This process's connection to the store, which fsspec keeps open."""
         import fsspec
 
         protocol = fsspec.utils.get_protocol(self.address)

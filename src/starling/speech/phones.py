@@ -1,4 +1,5 @@
-"""Phones of transcripts: targets of a second CTC loss at a lower layer, used only in training."""
+"""The phones of transcripts, which are the targets of a second CTC loss at a lower layer. They are used only in
+training."""
 
 from __future__ import annotations
 
@@ -16,16 +17,16 @@ _COMMENTS = (";;;", "#")
 
 
 class PhonesConfig(Config):
-    """A second loss, on phones; the loss is then `(1 - weight) * loss + weight * CTC of phones`."""
+    """A second loss, on phones. The total loss is `(1 - weight) * loss + weight * CTC of phones`."""
 
     layer: int = Field(default=1, ge=1)
     """The layer or block that predicts the phones; 1 is the first."""
     weight: float = Field(default=0.6, gt=0, lt=1)
-    """Share of the phones' CTC loss in the loss."""
+    """Weight of the phones' CTC loss in the total loss."""
     voice: str | None = "en-us"
-    """The voice of espeak-ng that pronounces the words; with null, their characters stand for phones."""
+    """The voice of espeak-ng that pronounces the words. With null, the characters of the words replace phones."""
     lexicon: Path | None = None
-    """A text file with a word and its phones on each line, as in CMUdict, instead of espeak-ng."""
+    """A text file with a word and its phones on each line, as in CMUdict; used instead of espeak-ng."""
 
 
 class Phones(Config):
@@ -45,7 +46,7 @@ class Phones(Config):
 
     @classmethod
     def of(cls, pronunciations: Mapping[str, Sequence[str]]) -> Self:
-        """The phones of words, from the names of each word's phones."""
+        """Create the phones from words and the names of each word's phones."""
         names = sorted({phone for phones in pronunciations.values() for phone in phones})
         numbers = {name: number for number, name in enumerate(names, 1)}
         words = {word: tuple(numbers[each] for each in phones) for word, phones in pronunciations.items()}
@@ -53,11 +54,11 @@ class Phones(Config):
 
     @property
     def outputs(self) -> list[str]:
-        """The names of all outputs, starting with the blank, whose name is empty."""
+        """The names of all outputs. The first output is the blank, whose name is empty."""
         return ["", *self.names]
 
     def encode(self, text: str) -> list[int]:
-        """The phones of a text's words, one word after another; empty if any of the words is unknown."""
+        """The numbers of the phones of a text's words, one word after another; empty if any word is unknown."""
         words = text.split()
         if any(word not in self.words for word in words):
             return []
@@ -71,7 +72,8 @@ class Phones(Config):
 
 
 def make_phones(config: PhonesConfig, texts: Iterable[str]) -> tuple[Phones, list[str]]:
-    """The phones of all words of `texts`, from the lexicon or espeak-ng, and the words without phones, sorted.
+    """Look up the words of `texts` in the lexicon or with espeak-ng. Returns their phones, and the words without
+    phones, sorted.
 
     Raises:
         ConfigError: The lexicon cannot be read, or espeak-ng has no such voice.
@@ -100,8 +102,8 @@ def make_phones(config: PhonesConfig, texts: Iterable[str]) -> tuple[Phones, lis
 def read_lexicon(path: Path) -> dict[str, list[str]]:
     """The phones of each word, by the word in lower case, from a file with a word and its phones on each line.
 
-    The first of several pronunciations is taken; `WORD(1)` is a variant of `WORD`, as in CMUdict. Stress marks, the
-    digits 0 to 2 at the end of phones, are dropped. Raises ConfigError, naming the line, for a word without phones.
+    The first of several pronunciations is used. As in CMUdict, `WORD(1)` is a variant of `WORD`. Stress marks (the
+    digits 0 to 2 at the end of phones) are dropped. Raises ConfigError, naming the line, for a word without phones.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -164,7 +164,7 @@ def _locked(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / ".lock").open("w")
     except OSError as error:
-        raise DataError(f"{folder}: cannot be written: {error}; set data.folder to another place") from error
+        raise DataError(f"{folder}: cannot be written: {error}; set data.folder to a different folder") from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -426,6 +426,6 @@ def _fetch(
         shutil.rmtree(final, ignore_errors=True)
         aside.rename(final)
     except OSError as error:
-        raise DataError(f"{aside}: cannot be written: {error}; set data.folder to another place") from error
+        raise DataError(f"{aside}: cannot be written: {error}; set data.folder to a different folder") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)

@@ -1,8 +1,8 @@
-"""One stage of preparing a set, which checks a chunk of utterances and writes it as one shard; and where stages run: in
-this process, in several local ones, or on the nodes of a Ray cluster.
+"""The stages of preparing a set, and the executors that run them. A stage checks a chunk of utterances and writes it as
+one shard. Stages run in this process, in several local processes, or on the nodes of a Ray cluster.
 
 <work>/stages/checked.000000.json     result of checking recordings that will be joined into strings
-<work>/stages/written.000000.json     the index of a shard; written after the shard, so it shows that this is complete
+<work>/stages/written.000000.json     index of a shard; written last, so that its existence shows a complete shard
 <work>/set/shar/...                   the shards
 <work>/aside-.../                     unfinished files of a process
 """
@@ -49,7 +49,8 @@ _SEPARATORS = (",", ":")
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a stage. `places` are the indices of the used utterances in the chunk; a check writes no files."""
+    """The result of a stage. `places` are the indices of the used utterances in the chunk. If the stage only checks,
+    `shard` has no files."""
 
     listing: str
     taken: tuple[str, ...]
@@ -66,7 +67,7 @@ _RESULT = TypeAdapter(Result)
 
 @dataclass(frozen=True)
 class Stage:
-    """A chunk of utterances to check or write; can be pickled."""
+    """A chunk of utterances to check or write. A stage can be pickled."""
 
     work: Path
     number: int
@@ -75,13 +76,13 @@ class Stage:
     writes: bool
     """Whether to write a shard; otherwise, the stage only checks."""
     listing: str
-    """Digest of the chunk as the corpus lists it; a result with another digest is invalid."""
+    """Digest of the chunk as the corpus lists it. A result with a different digest is invalid."""
     taken: frozenset[str] = frozenset()
     """The ids of this chunk that utterances of earlier chunks already use."""
 
     @property
     def file(self) -> Path:
-        """The file of the result; it exists once the stage is complete."""
+        """The path of the result's file, which exists once the stage is complete."""
         return self.work / "stages" / f"{'written' if self.writes else 'checked'}.{self.number:06d}.json"
 
     def result(self) -> Result | None:
@@ -134,7 +135,7 @@ class Stage:
 
 
 class Meter:
-    """Counts the utterances that are done, and reports every `REPORT_EVERY`."""
+    """Counts the utterances that are done, and reports after every `REPORT_EVERY` of them."""
 
     def __init__(self, label: str, utterances: Iterable[Utterance], report: OnProgress) -> None:
         self._label, self._report, self._done = label, report, 0
@@ -150,13 +151,13 @@ class Meter:
 
 
 def listing_of(utterances: Iterable[Utterance]) -> str:
-    """Digest of a corpus's entries for some utterances, without their audio."""
+    """The digest of a corpus's entries for some utterances, without their audio."""
     rows = [(each.id, each.speaker, each.text, each.origin, each.segment) for each in utterances]
     return digest(rows)
 
 
 def read_result(file: Path) -> Result | None:
-    """The result in a file; None if it is missing or invalid."""
+    """The result in a file; None if the file is missing or invalid."""
     try:
         return _RESULT.validate_python(json.loads(file.read_text(encoding="utf-8")))  # ids may have lone surrogates
     except (OSError, ValueError):
@@ -164,7 +165,7 @@ def read_result(file: Path) -> Result | None:
 
 
 def remove_asides(work: Path) -> None:
-    """Remove the unfinished files of processes that were killed."""
+    """Remove unfinished files that killed processes have left."""
     for each in work.glob("aside-*"):
         shutil.rmtree(each, ignore_errors=True)
 
@@ -186,8 +187,8 @@ _num_done: "Synchronized[int]"
 
 
 class Executor(AbstractContextManager["Executor"]):
-    """Runs stages one after another in this process; subclasses run them elsewhere. As a context manager it ends the
-    processes it has started."""
+    """Runs stages one after another in this process; subclasses run them elsewhere. An executor is a context manager
+    that ends the processes it has started."""
 
     def __init__(self) -> None:
         self._running: dict[Future[int], Any] = {}
@@ -199,8 +200,8 @@ class Executor(AbstractContextManager["Executor"]):
     def run(self, stages: Iterable[Stage], tick: Tick) -> Iterator[tuple[Stage, Result]]:
         """Run the stages that have no result yet, and yield each stage with its result, in order.
 
-        The first error in the order of the stages is raised. Stages are drawn as they are needed: at most `window` of
-        them are in memory.
+        If stages fail, the error of the first one in order is raised. Stages are taken from the iterable as they are
+        needed, so that at most `window` stages are in memory.
         """
         queue: deque[tuple[Stage, Future[int]]] = deque()
         listed, problem = iter(stages), None
@@ -223,7 +224,7 @@ class Executor(AbstractContextManager["Executor"]):
         return 1
 
     def submit(self, stage: Stage, tick: Tick) -> "Future[int]":
-        """Run a stage; the future's result is the number of utterances used."""
+        """Run a stage. The result of the returned future is the number of utterances used."""
         with one_thread():  # on busy cores, resampling short audio with several threads is ten times slower
             return _done(stage.run(tick))
 
@@ -244,7 +245,7 @@ class Executor(AbstractContextManager["Executor"]):
         self.look(tick)
 
     def stop(self, at_once: bool) -> None:
-        """Start no more stages. Wait for running stages to finish or, if `at_once`, end them."""
+        """Start no more stages. Wait for running stages to finish or, with `at_once`, end them."""
 
     def _begun(self, stage: Stage, tick: Tick) -> "Future[int]":
         if (result := stage.result()) is not None:
@@ -271,7 +272,8 @@ class Executor(AbstractContextManager["Executor"]):
 
 
 class Processes(Executor):
-    """Several local processes, started when the first stage is submitted. They end when this process does."""
+    """Runs stages in several local processes, which start when the first stage is submitted and end when this process
+    does."""
 
     def __init__(self, jobs: int) -> None:
         super().__init__()
@@ -290,7 +292,7 @@ class Processes(Executor):
             lifeline, _ = map(self._lifeline.enter_context, context.Pipe(duplex=False))
             self._count, self._seen = context.Value("q", 0), 0
             self._pool = ProcessPoolExecutor(self._jobs, context, _begin, (lifeline, self._count))
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: only this process gets Ctrl-C
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # workers inherit the mask
         try:
             future = self._pool.submit(_run, stage)
         finally:
@@ -319,14 +321,16 @@ class Processes(Executor):
 
 
 class OnRay(Executor):
-    """The CPUs of a running Ray cluster, connected to when the first stage is submitted.
+    """Runs stages on the CPUs of a running Ray cluster, to which it connects when the first stage is submitted.
 
-    The nodes read the corpus and write the shards themselves, so they need this version of Starling, and the same
-    paths for both. Ray repeats the stages of a lost process or node elsewhere, which changes no byte of the result.
+    The nodes read the corpus and write the shards themselves. They therefore need this version of Starling, and the
+    paths of the corpus and the shards must be the same on all nodes. If a process or node is lost, Ray repeats its
+    stages elsewhere, which changes no byte of the result.
     """
 
     def __init__(self, connect: Callable[[], AbstractContextManager[Any]], retries: int = RETRIES) -> None:
-        """`connect` makes a context that provides the module `ray`, connected to a cluster."""
+        """Create an executor. `connect` returns a context manager that provides the module `ray`, connected to a
+        cluster."""
         super().__init__()
         self._connect, self._retries = connect, retries
         self._stack = ExitStack()
@@ -361,7 +365,8 @@ class OnRay(Executor):
             ) from error
 
     def stop(self, at_once: bool) -> None:
-        """Interrupt or kill the running stages, drop the waiting ones, and wait until none can write any more."""
+        """Interrupt or kill the running stages, cancel the waiting stages, and return once no stage can write any
+        more."""
         running = [reference for future, reference in self._running.items() if not future.done()]
         self._running.clear()
         for reference in running:
@@ -380,7 +385,7 @@ def executor_of(arguments: Sequence[str], address: str = "auto") -> Executor:
     Ray cluster.
 
     Raises:
-        ConfigError: A value is wrong, or the two contradict each other.
+        ConfigError: A value is wrong, or the arguments contradict each other.
         MissingExtraError: Ray is not installed.
     """
     given = apply_overrides({}, arguments)

@@ -52,7 +52,7 @@ class WarmStart(Config):
     """Another experiment whose weights initialise a model."""
 
     experiment: Path
-    """Folder of the other experiment, whose newest model is used; or a checkpoint or a recogniser's folder."""
+    """Folder of the other experiment, whose newest model is used, or a checkpoint or a recogniser's folder."""
     sizes: Literal["strict", "partial"] = "strict"
     """With `strict`, only the outputs may differ; the rows of tokens and phones that both models have are kept. With
     `partial`, layers may be missing or have different sizes; overlapping parts are copied."""
@@ -71,9 +71,9 @@ class Recipe(RecipeConfig):
     format: int = FORMAT
     """The format of this tree of keys. A recipe written by hand may omit it; config.yaml always has it."""
     data: DataConfig
-    """Where the data are, how they are prepared, and which sets train, validate and test."""
+    """The location and the preparation of the data, and the sets for training, validation and testing."""
     mixture: MixtureConfig | None = None
-    """Several domains to train on instead of `data.train`, with their shares."""
+    """Several domains to train on instead of `data.train`, and their shares."""
     partition: PartitionConfig = "identical"
     """The utterances that a learner may see. With `identical`, it may see all of them, each exactly once per epoch.
     Otherwise (for studies), each learner draws at random from its own part: whole speakers, whole domains, or a
@@ -83,9 +83,9 @@ class Recipe(RecipeConfig):
     features: FeatureConfig = FeatureConfig()
     """The parameters of log-mel features."""
     augment: AugmentConfig = AugmentConfig()
-    """How training audio is augmented."""
+    """The augmentation of training audio."""
     batches: BatchConfig = BatchConfig()
-    """How utterances are grouped into mini-batches."""
+    """The grouping of utterances into mini-batches."""
     model: ModelConfig = BlstmConfig()
     """The network and its sizes."""
     loss: Literal["ctc", "frames"] = "ctc"
@@ -99,7 +99,7 @@ class Recipe(RecipeConfig):
     alignment: AlignmentConfig | None = None
     """The alignment of frames to states, for `loss: frames`."""
     decoding: DecodingConfig | None = None
-    """How `starling evaluate` searches for words. If a ctc recipe has this section, `train` and `simulate` also score
+    """The search for words by `starling evaluate`. If a ctc recipe has this section, `train` and `simulate` also score
     the beam search at their end; without it, they score only greedy decoding."""
     validate_every: int | None = Field(default=1, ge=1)
     """Epochs between two scorings of the validation set during training; null turns it off. A scoring is skipped if
@@ -170,7 +170,7 @@ class Recipe(RecipeConfig):
         if self.model.name == "whisper" and normalise != "none":
             yield "features.normalise: model.name: whisper scales its features itself; set it to none"
         if is_raw and normalise in ("active", "speech"):
-            yield f"features.normalise: {normalise} needs log-mel features; take utterance, global or none"
+            yield f"features.normalise: {normalise} needs log-mel features; use utterance, global or none"
         if is_raw and self.features.pauses is not None:
             yield "features.pauses: needs log-mel features; set it to null"
         for key in ("spec_augment", "tempo", "vocal_tract"):

@@ -81,7 +81,7 @@ class Heard(NamedTuple):
     def frame_rows(self) -> list[torch.Tensor]:
         """The encoder's frames `[T, W]` of each utterance, without padding. Raises ValueError without a decoder."""
         if self.frames is None:
-            raise ValueError("a recogniser without a decoder has no search and no scores of its own")
+            raise ValueError("a recogniser without a decoder has no decoder search and no decoder scores")
         return [row[:length] for row, length in zip(self.frames, self.frame_lengths.tolist(), strict=True)]
 
     def in_time(self, places: Sequence[NDArray[np.int64]], lengths: Sequence[int]) -> "Heard":
@@ -315,7 +315,7 @@ class Recogniser:
         """The text that the decoder's beam search finds for each utterance. Raises ValueError if there is no
         decoder."""
         if self.decoder is None:
-            raise ValueError("a recogniser without a decoder has no beam search of its own")
+            raise ValueError("a recogniser without a decoder has no beam search with a decoder")
         with self.evaluating():
             found = [decoders.best_text(self.decoder, row, beam) for row in heard.frame_rows]
         return [self.tokenizer.decode(tokens) for tokens in found]
@@ -356,10 +356,10 @@ class Recogniser:
         return aligned(log_probs, tokens)
 
     def attention_scores(self, heard: Heard, texts: Sequence[Sequence[str]]) -> list[list[float]]:
-        """log p(text | audio) under the attention decoder, for each of several texts of each utterance. Raises
-        ValueError if there is no attention decoder."""
+        """The log-probability log p(text | audio) under the attention decoder, for each of several texts of each
+        utterance. Raises ValueError if there is no attention decoder."""
         if not isinstance(self.decoder, AttentionDecoder):
-            raise ValueError("a recogniser without an attention decoder cannot score texts by it")
+            raise ValueError("a recogniser without an attention decoder cannot score texts with it")
         encode = self.tokenizer.encode
         with self.evaluating():
             return [

@@ -1,4 +1,4 @@
-"""Changes the sampling rate of a waveform that comes whole or in pieces."""
+"""Changes the sampling rate of a waveform, which is given as a whole or arrives in pieces."""
 
 import math
 from fractions import Fraction
@@ -11,15 +11,15 @@ from numpy.typing import NDArray
 
 _ZEROS = 6  # zero crossings of the sinc on either side
 _ROLLOFF = 0.99
-_LARGEST = 1 << 22  # numbers of a kernel; 16 MiB
+_LARGEST = 1 << 22  # maximum number of weights in a kernel: 16 MiB
 _COARSE = 16_000
-"""The largest term of a ratio of rates. Ratios with larger terms, such as 44,099 to 8,000 Hz, are approximated to keep
-the kernel small. The error is 2.3e-7 there, and at most 1.3e-4 (8,001 to 48,000 Hz, whose nearest simple ratio is 1 to
-6)."""
+"""Largest term in the approximation of a ratio of rates. A ratio whose kernel would be too large, such as 44,099 to
+8,000 Hz, is approximated to keep the kernel small. The error is 2.3e-7 in this example, and at most 1.3e-4 (8,001 to
+48,000 Hz, whose nearest simple ratio is 1 to 6)."""
 
 
 class _Kernel(NamedTuple):
-    """Windowed sincs that turn each `before` samples into `after` samples."""
+    """Windowed sincs that convert every `before` samples to `after` samples."""
 
     weights: torch.Tensor  # [after, 1, width + before + width]
     width: int
@@ -29,8 +29,8 @@ class _Kernel(NamedTuple):
 
 @lru_cache(maxsize=32)
 def _kernel(rate: int, wanted: int) -> _Kernel:
-    """The kernel of torchaudio and lhotse (sinc_interp_hann), bit for bit, without the 0.2 s that importing lhotse
-    takes; for equal rates, the kernel that changes nothing."""
+    """A kernel that is bit-identical to that of torchaudio and lhotse (sinc_interp_hann). Importing lhotse, which takes
+    0.2 s, is not necessary. For equal rates, the kernel changes nothing."""
     if rate == wanted:
         return _Kernel(torch.ones(1, 1, 1), 0, 1, 1)
     ratio = exact = Fraction(min(rate, wanted), max(rate, wanted))
@@ -49,7 +49,7 @@ def _kernel(rate: int, wanted: int) -> _Kernel:
 
 
 def resampled(waveform: torch.Tensor, rate: int, wanted: int) -> torch.Tensor:
-    """`waveform` `[..., T]` at `rate` Hz, resampled to `wanted` Hz: `[..., ceil(T * wanted / rate)]`."""
+    """Resample `waveform` `[..., T]` from `rate` Hz to `wanted` Hz. The result is `[..., ceil(T * wanted / rate)]`."""
     if rate == wanted:
         return waveform
     kernel = _kernel(rate, wanted)
@@ -61,8 +61,8 @@ def resampled(waveform: torch.Tensor, rate: int, wanted: int) -> torch.Tensor:
 
 
 class Resampler:
-    """Changes the rate of a waveform that comes in pieces of any length; the result is the same as for the whole
-    waveform."""
+    """Changes the sampling rate of a waveform that arrives in pieces of any length. The result is the same as for the
+    whole waveform."""
 
     def __init__(self, rate: int, wanted: int) -> None:
         self._kernel = _kernel(rate, wanted)
@@ -70,12 +70,12 @@ class Resampler:
         self._taken = self._given = 0
 
     def feed(self, samples: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The next resampled samples `[T']`, given the next samples `[T]`."""
+        """Add the next samples `[T]`, and return the next resampled samples `[T']`."""
         self._taken += len(samples)
         return self._steps(samples)
 
     def end(self) -> NDArray[np.float32]:
-        """The last resampled samples `[T']`."""
+        """End the waveform, and return the last resampled samples `[T']`."""
         _, width, before, after = self._kernel
         missing = math.ceil(after * self._taken / before) - self._given
         return self._steps(np.zeros(width + before, np.float32))[:missing]

@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from starling.speech.store import SpeechSet, SpeechSets
 
 NOTHING = " "  # stands for a missing word in an alignment; no word is a single space
-_LONGEST_WORD = 12  # characters, on average: longer ones are sentences without spaces
+_LONGEST_WORD = 12  # characters, on average; longer words are sentences without spaces
 _REPLICATIONS = 2000
 _BUFFER = 2
-"""Number of consecutive words, recognised by both, that end a segment."""
+"""Number of consecutive words that both recognisers must recognise to end a segment."""
 _PAIRED_REPLICATIONS = 10_000
 _LEVEL = 0.05
-_AT_A_TIME = 200  # of the replications, to limit memory
+_AT_A_TIME = 200  # number of replications that are computed together, to limit memory
 
-Alignment = list[tuple[str, str]]  # (reference word, recognised word), or `NOTHING` for a missing one
+Alignment = list[tuple[str, str]]  # (reference word, recognised word), with `NOTHING` for a missing word
 
 
 @dataclass(frozen=True)
 class ErrorCounts:
-    """Errors summed over a set, in words or in characters."""
+    """The numbers of errors in a set, in words or in characters."""
 
     insertions: int
     deletions: int
@@ -52,7 +52,7 @@ class ErrorCounts:
 
 @dataclass(frozen=True)
 class ErrorRates:
-    """The result of one test set."""
+    """The scores of one test set."""
 
     words: ErrorCounts
     characters: ErrorCounts  # including spaces
@@ -82,7 +82,7 @@ class ErrorRates:
         return 100.0 * self.wrong_sentences / self.sentences
 
     def lines(self) -> list[str]:
-        """The lines %WER, with its interval, %SER and %CER, in Kaldi's format."""
+        """The lines %WER (with its interval), %SER and %CER, in Kaldi's format."""
         interval = "" if self.interval is None else f" 95% interval {self.interval[0]:.2f} - {self.interval[1]:.2f}"
         lines = [
             _kaldi_line("WER", self.words) + interval,
@@ -105,7 +105,7 @@ def error_rates(references: Mapping[str, str], hypotheses: Mapping[str, str]) ->
     if unknown := sorted(hypotheses.keys() - references.keys()):
         raise DataError(
             f"{len(unknown)} hypotheses, such as {unknown[0]!r}, do not belong to an utterance of the set: they were "
-            "made for another set"
+            "made for a different set"
         )
     pairs = _words(references, hypotheses)
     words, characters = count_errors(references, hypotheses)
@@ -120,12 +120,13 @@ def error_rates(references: Mapping[str, str], hypotheses: Mapping[str, str]) ->
 
 
 def references_of(speech_set: "SpeechSet | SpeechSets") -> dict[str, str]:
-    """The texts of a set, by utterance."""
+    """The texts of a set, by utterance id."""
     return {speech_set.id(number): speech_set.text(number) for number in range(len(speech_set))}
 
 
 def count_errors(references: Mapping[str, str], hypotheses: Mapping[str, str]) -> tuple[ErrorCounts, ErrorCounts]:
-    """Errors in words and in characters; a missing hypothesis counts as deletions. Quicker than `error_rates`."""
+    """Count the errors in words and in characters. A missing hypothesis counts as deletions. This is faster than
+    `error_rates`."""
     words = _words(references, hypotheses)
     return _count(words), _count([(list(" ".join(spoken)), list(" ".join(heard))) for spoken, heard in words])
 
@@ -133,8 +134,8 @@ def count_errors(references: Mapping[str, str], hypotheses: Mapping[str, str]) -
 def without_tags(
     references: Mapping[str, str], hypotheses: Mapping[str, str], tags: Collection[str]
 ) -> tuple[dict[str, str], dict[str, str], str]:
-    """The texts without tags, single characters with which references begin, and a line that says how many hypotheses
-    begin with the right tag."""
+    """Remove tags, which are single characters at the beginning of texts. Returns the references and hypotheses without
+    tags, and a line that says how many hypotheses begin with the right tag."""
     table = str.maketrans(dict.fromkeys(tags, " "))
     right = sum(text[:1] in tags and hypotheses.get(name, "")[:1] == text[:1] for name, text in references.items())
     spoken, heard = (
@@ -157,7 +158,7 @@ def lines_of_unseen(references: Mapping[str, str], hypotheses: Mapping[str, str]
 
 
 def align_words(references: Mapping[str, str], hypotheses: Mapping[str, str]) -> dict[str, Alignment]:
-    """The word alignment of each utterance; if a hypothesis is missing, all words of the utterance are deletions."""
+    """The word alignment of each utterance. If a hypothesis is missing, all words of the reference are deletions."""
     pairs = zip(references, _words(references, hypotheses), strict=True)
     return {name: kaldialign.align(spoken, heard, NOTHING) for name, (spoken, heard) in pairs}
 
@@ -168,8 +169,8 @@ def scored_in(folder: Path) -> list[str]:
 
 
 def read_texts(recogs: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """References and hypotheses by utterance, as `write_score_files` wrote them. Raises DataError if the file is
-    damaged."""
+    """Read the references and hypotheses that `write_score_files` wrote, by utterance id. Raises DataError if the file
+    is damaged."""
     texts: dict[str, dict[str, str]] = {"ref": {}, "hyp": {}}
     for number, line in enumerate(recogs.read_text(encoding="utf-8", errors="replace").splitlines()):
         kind = "ref" if number % 2 == 0 else "hyp"
@@ -187,7 +188,7 @@ def read_texts(recogs: Path) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def num_errors(alignment: Alignment) -> int:
-    """The errors in an alignment."""
+    """The number of errors in an alignment."""
     return sum(reference != hypothesis for reference, hypothesis in alignment)
 
 
@@ -216,7 +217,7 @@ def write_score_files(
 
 
 def _words(references: Mapping[str, str], hypotheses: Mapping[str, str]) -> list[tuple[list[str], list[str]]]:
-    """The words of each reference and of its hypothesis."""
+    """The words of each reference, paired with the words of its hypothesis."""
     return [(text.split(), hypotheses.get(name, "").split()) for name, text in references.items()]
 
 
@@ -228,7 +229,7 @@ def _count(pairs: Sequence[tuple[list[str], list[str]]]) -> ErrorCounts:
 
 def _interval(pairs: Sequence[tuple[list[str], list[str]]]) -> tuple[float, float] | None:
     if len(pairs) < 2 or not all(spoken for spoken, _ in pairs):
-        return None  # a resample could have no reference words
+        return None  # a bootstrap sample could have no reference words
     references, hypotheses = map(list, zip(*pairs, strict=True))
     result = kaldialign.bootstrap_wer_ci(references, hypotheses, replications=_REPLICATIONS)
     return max(0.0, 100.0 * result["ci95min"]), 100.0 * result["ci95max"]
@@ -261,7 +262,7 @@ def _word_lines(pairs: Counter[tuple[str, str]]) -> list[str]:
         in_reference[reference] += count
         in_hypothesis[hypothesis] += count
         correct[reference] += count * (reference == hypothesis)
-    wrong = in_reference + in_hypothesis  # a substitution is an error of both its words
+    wrong = in_reference + in_hypothesis  # a substitution counts as an error of both words
     wrong.subtract(correct + correct)
     lines = ["PER-WORD STATS: word  corr tot_errs count_in_ref count_in_hyp"]
     words = sorted(wrong.keys() - {NOTHING}, key=lambda word: (-wrong[word], word))
@@ -277,19 +278,19 @@ def _show(pair: tuple[str, str]) -> str:
 
 @dataclass(frozen=True)
 class MatchedPairs:
-    """The test of matched pairs of sentence segments (MAPSSWE)."""
+    """The result of the test of matched pairs of sentence segments (MAPSSWE)."""
 
     segments: int
     difference: float  # mean errors of the first minus those of the second, per segment
     t: float | None  # the statistic, with segments - 1 degrees of freedom; None: it cannot be computed
-    p: float | None  # probability, if they do not differ, of a difference this large in either direction
+    p: float | None  # probability of a difference at least this large, in either direction, if they do not differ
 
     @property
     def verdict(self) -> str:
         """The result of the test as a sentence."""
         told = f"matched pairs (MAPSSWE): {self.segments} segments, mean difference {self.difference:+.3f} errors"
         if self.p is None or self.t is None:
-            return f"{told}; too few or all alike, so there is no test"
+            return f"{told}; there is no test, because the segments are too few or all alike"
         verdict = "significant" if self.p < _LEVEL else "not significant"
         p = f"p = {self.p:.3g}" if self.p >= 1e-4 else f"p = {max(self.p, math.ulp(0.0)):.1e}"
         return f"{told}, t = {self.t:.2f}, {p}: {verdict} at {_LEVEL:.0%}"
@@ -297,19 +298,20 @@ class MatchedPairs:
 
 @dataclass(frozen=True)
 class PairedBootstrap:
-    """The difference of two word error rates, first minus second, in per cent of the reference words."""
+    """The difference between two word error rates, first minus second, in per cent of the reference words."""
 
     difference: float
     interval: tuple[float, float]  # 95 %
-    second_better: float  # share of the samples in which the second has fewer errors
+    second_better: float  # fraction of the samples in which the second has fewer errors
 
 
 def matched_pairs(references: Mapping[str, str], first: Mapping[str, str], second: Mapping[str, str]) -> MatchedPairs:
-    """Whether two recognisers differ in errors per segment.
+    """Test whether two recognisers differ in errors per segment.
 
-    A segment is a stretch of an utterance in which either of them errs; it ends with two consecutive words that both
-    recognise, with nothing inserted between them. Errors in different segments are assumed to be independent. The mean
-    difference is tested by Student's t, which for many segments equals the normal distribution of the original.
+    A segment is a stretch of an utterance in which either recogniser makes errors. It ends with two consecutive words
+    that both recognise, with nothing inserted between them. Errors in different segments are assumed to be independent.
+    The mean difference is tested with Student's t, which for many segments approaches the normal distribution of the
+    original test.
 
     References:
         Gillick and Cox, "Some statistical issues in the comparison of speech recognition algorithms", ICASSP 1989.
@@ -328,7 +330,8 @@ def matched_pairs(references: Mapping[str, str], first: Mapping[str, str], secon
 
 
 def error_segments(first: Alignment, second: Alignment) -> list[tuple[int, int]]:
-    """The numbers of errors of both in each segment of an utterance, from their alignments with the same reference."""
+    """The numbers of errors of both recognisers in each segment of an utterance, from alignments with the same
+    reference."""
     found: list[tuple[int, int]] = []
     errors, good = (0, 0), 0
     for number, (ours, theirs) in enumerate(zip(_steps(first), _steps(second), strict=True)):
@@ -343,8 +346,8 @@ def error_segments(first: Alignment, second: Alignment) -> list[tuple[int, int]]
 
 
 def _steps(alignment: Alignment) -> list[int]:
-    """The number of words inserted before the first reference word, whether that is wrong, the number of words inserted
-    before the second, and so on."""
+    """The number of words inserted before the first reference word, 1 if this word is wrong (otherwise 0), the number
+    of words inserted before the second reference word, and so on."""
     steps = [0]
     for reference, hypothesis in alignment:
         if reference == NOTHING:
@@ -357,8 +360,8 @@ def _steps(alignment: Alignment) -> list[int]:
 def paired_bootstrap(
     references: Mapping[str, str], first: Mapping[str, str], second: Mapping[str, str]
 ) -> PairedBootstrap | None:
-    """The difference of two word error rates over samples of the utterances, drawn with replacement; None if it cannot
-    be estimated, because there are fewer than two utterances or a reference is empty.
+    """The difference between two word error rates over samples of the utterances, drawn with replacement. None if there
+    are fewer than two utterances or a reference is empty, because the difference then cannot be estimated.
 
     References:
         Bisani and Ney, "Bootstrap estimates for confidence intervals in ASR performance evaluation", ICASSP 2004.

@@ -1,4 +1,4 @@
-"""Writes a prepared set: shards, and their index, which `starling.speech.store` reads."""
+"""Writes the shards and the index of a prepared set, which `starling.speech.store` reads."""
 
 import gzip
 import json
@@ -20,7 +20,7 @@ from starling.files import sha256, sync
 from starling.speech.shards import ARRAYS, INDEX_FILES, TEXTS, SetSummary, Shard
 
 Spoken = tuple[str, str, str, NDArray[np.float32]]
-"""The id, speaker, text and audio of an utterance: `[T]`, mono, in -1..1 (clipped beyond)."""
+"""The id, speaker, text and audio of an utterance. The audio is `[T]`, mono, and clipped to -1..1."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class ShardIndex:
     def files(self) -> tuple[tuple[str, int], ...]:
         """The names and sizes in bytes of the shard's files in the folder `shar`; empty if it has no utterances.
 
-        Names depend on the shard's number only, so shards can be written in any order.
+        The names depend only on the shard's number, so shards can be written in any order.
         """
         if not self.ids:
             return ()
@@ -62,7 +62,7 @@ def cuts_file(number: int) -> str:
 
 
 def write_shard(folder: Path, number: int, sampling_rate: int, utterances: Iterable[Spoken]) -> ShardIndex:
-    """Write one shard to a folder, with the same bytes for the same utterances, and return its index.
+    """Write one shard to a folder, and return the shard's index. The same utterances produce the same bytes.
 
     Audio is stored as 16-bit FLAC, which is lossless for 16-bit recordings. An empty shard has no files.
     """

@@ -1,5 +1,5 @@
-"""A prepared set's summary and files, checked before they are read, and the FLAC bytes of its utterances, from local
-shards or from an object store."""
+"""Reads the summary and the files of a prepared set, which are checked first, and the FLAC bytes of its utterances,
+from local shards or from an object store."""
 
 import errno
 import fcntl
@@ -21,8 +21,8 @@ from starling.speech.object_store import ObjectFolder, Range
 
 MAX_OPEN_SHARDS = 64
 REMOTE = "remote.json"
-"""The file in the folder of a set with remote shards: {"address": folder of the shards, "options": fsspec's}, and
-optionally "cache", a folder on this machine."""
+"""The file that a set with remote shards has in its folder. It contains {"address": folder of the shards, "options":
+fsspec's options}, and optionally "cache", a folder on this machine."""
 
 
 Count = Annotated[int, Field(ge=0, lt=1 << 62)]
@@ -30,42 +30,44 @@ Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 
 @dataclass(frozen=True)
 class Shard:
-    """A tar of FLAC files, with its size."""
+    """A tar of FLAC files, given by its name and size."""
 
     file: Annotated[str, Field(pattern=r"^recording\.[0-9]{6,12}\.tar$")]
     num_bytes: Count
 
     def state(self, size: int | None) -> str:
-        """The problem with a tar of `size` bytes; a `size` of None means that it is missing."""
+        """A description of the problem with a tar of `size` bytes. A `size` of None means that the tar is missing."""
         return "is missing" if size is None else f"has {size} bytes, not {self.num_bytes}"
 
 
 def again(folder: Path) -> str:
-    """The remedy for a damaged set that was prepared here, for messages."""
+    """The remedy for a damaged set that was prepared here, for use in error messages."""
     return f"remove {folder} and run `starling prepare RECIPE` again"
 
 
 class Shards(ABC):
-    """Reads the bytes of utterances. Not picklable: each process creates its own."""
+    """Reads the bytes of utterances. An instance cannot be pickled; each process creates its own."""
 
     def __init__(self, root: str, remedy: str) -> None:
         self.root, self.remedy = root, remedy
-        """The path or address of the folder with the tars, and the remedy for damaged tars, for messages."""
+        """The path or address of the folder with the tars, and the remedy for damaged tars, for use in error
+        messages."""
 
     @abstractmethod
     def read(self, ranges: Sequence[Range]) -> list[bytes]:
-        """The bytes of ranges, fewer if a shard ends earlier. Raises DataError if a shard cannot be read."""
+        """The bytes of each range; fewer than requested if a shard ends earlier. Raises DataError if a shard cannot be
+        read."""
 
     @abstractmethod
     def close(self) -> None:
-        """Close open files; they are opened again when needed."""
+        """Close the open files. They are opened again when needed."""
 
 
 def open_shards(folder: Path, shards: Sequence[Shard]) -> Shards:
-    """The shards of the set in `folder`, local or remote.
+    """Open the local or remote shards of the set in `folder`.
 
-    Raises DataError if a local shard is missing or has another size. Shards in a store were checked when the set's
-    index was fetched; checking again would need a request in every process.
+    Raises DataError if a local shard is missing or has the wrong size. Shards in a store were checked when the set's
+    index was fetched; to check them again would require a request from every process.
     """
     path = folder / REMOTE
     if not path.is_file():
@@ -91,11 +93,11 @@ def _check_local(folder: Path, shards: Sequence[Shard]) -> None:
 
 
 class LocalShards(Shards):
-    """Tars in a folder, read with `pread`: forked processes may share the open files."""
+    """Reads tars in a folder with `pread`, so that forked processes may share the open files."""
 
     def __init__(self, folder: Path, remedy: str) -> None:
         super().__init__(str(folder), remedy)
-        self._files: dict[str, int] = {}  # the last ones used come last
+        self._files: dict[str, int] = {}  # most recently used last
 
     def read(self, ranges: Sequence[Range]) -> list[bytes]:
         try:
@@ -106,7 +108,7 @@ class LocalShards(Shards):
             ) from error
 
     def _file(self, name: str) -> int:
-        """The descriptor of an open shard."""
+        """The file descriptor of a shard, which is opened if necessary."""
         descriptor = self._files.pop(name, None)
         if descriptor is None:
             descriptor = os.open(f"{self.root}/{name}", os.O_RDONLY)
@@ -121,7 +123,7 @@ class LocalShards(Shards):
 
 
 class RemoteShards(Shards):
-    """Tars in an object store. All utterances of a call are requested concurrently, in one range each."""
+    """Reads tars in an object store. All utterances of a call are requested concurrently, with one range for each."""
 
     def __init__(self, objects: ObjectFolder) -> None:
         super().__init__(objects.address, f"copy the prepared set to {objects.address.rsplit('/', 1)[0]} again")
@@ -131,14 +133,14 @@ class RemoteShards(Shards):
         return self.objects.read_ranges(ranges)
 
     def close(self) -> None:
-        """Do nothing: no file is open."""
+        """Do nothing, because no file is open."""
 
 
 class CachedShards(LocalShards):
-    """Tars in an object store, each copied whole to a folder of this machine when it is first read.
+    """Reads tars in an object store. Each tar is copied to a folder on this machine when it is first read.
 
-    One process of the machine copies a shard, and the others wait for it; fsspec's caches would copy it in each
-    process.
+    One process on the machine copies a shard, and the others wait for the copy. With fsspec's caches, each process
+    would copy the shard.
     """
 
     def __init__(self, cache: Path, objects: ObjectFolder, shards: Sequence[Shard]) -> None:
@@ -186,7 +188,7 @@ NUMBERS = {
     "sizes": "i4",
     "checks": "u4",
 }
-"""The arrays [N] of the index, with their types."""
+"""The arrays `[N]` of the index, with their types."""
 TEXTS = ("ids", "texts", "speakers")
 ARRAYS = NUMBERS | dict.fromkeys(TEXTS, "u1") | {f"{name}_ends": "i8" for name in TEXTS}
 INDEX_FILES = tuple(f"{name}.npy" for name in ARRAYS)
@@ -197,7 +199,8 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class SetSummary:
-    """The contents of a prepared set. `dropped` counts utterances, `dropped_seconds` their audio, where it is known."""
+    """A summary of a prepared set. `dropped` is the number of dropped utterances, and `dropped_seconds` is the length
+    of their audio, where it is known."""
 
     name: str
     utterances: Count
@@ -228,7 +231,7 @@ class SetSummary:
         return digest(content)
 
     def problem(self) -> str | None:
-        """The problem with a summary whose fields are valid; None if there is none."""
+        """A description of the problem with a summary whose fields have valid types; None if there is no problem."""
         names = [shard.file for shard in self.shards]
         if len(set(names)) < len(names):
             return f"it lists {next(name for name in names if names.count(name) > 1)} twice"
@@ -294,8 +297,8 @@ def checked_file(folder: Path, name: str) -> Path:
     """The path of a file of a prepared set.
 
     Raises:
-        DataError: It is not a regular file, or is a link to a file outside the set.
-        OSError: It is missing.
+        DataError: The path is not a regular file, or is a link to a file outside the set.
+        OSError: The file is missing.
     """
     path = folder / name
     if not stat.S_ISREG(path.stat().st_mode):

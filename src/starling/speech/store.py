@@ -1,4 +1,4 @@
-"""Prepared sets on disk, one or several as one: lhotse Shar shards with an index for random access.
+"""Reads prepared sets, which are lhotse Shar shards with an index for random access. Several sets can be read as one.
 
 <folder>/summary.json                     summary of the set; written last
 <folder>/dropped.tsv                      dropped utterances with the reasons
@@ -37,7 +37,7 @@ from starling.speech.shards import (
 
 
 class _Strings:
-    """N strings in one block of UTF-8 bytes, with 8 bytes of overhead per string. `name` is the name of the byte
+    """N strings in one block of UTF-8 bytes, with an overhead of 8 bytes per string. `name` is the name of the byte
     array."""
 
     def __init__(self, folder: Path, name: str, arrays: Mapping[str, NDArray[Any]]) -> None:
@@ -67,7 +67,7 @@ class Stored(NamedTuple):
 
 
 class SpeechSet:
-    """One prepared set, opened for random access. A `SpeechSet` is picklable and fork-safe, but not thread-safe.
+    """A prepared set that is open for random access. A `SpeechSet` is picklable and fork-safe, but not thread-safe.
 
     Everything except the audio is in memory-mapped arrays, which processes share. `open` verifies the digests of the
     arrays, which takes about 0.3 s for a million utterances. Unpickling a copy in a worker does not repeat this check.
@@ -77,9 +77,9 @@ class SpeechSet:
     sampling_rate: int
     """Sampling rate in Hz."""
     durations: NDArray[np.float32]
-    """Duration of each utterance in seconds, [N]."""
+    """Duration of each utterance in seconds, `[N]`."""
     num_samples: NDArray[np.int64]
-    """Number of samples of each utterance, [N]."""
+    """Number of samples of each utterance, `[N]`."""
 
     def __init__(self, folder: Path, summary: SetSummary, arrays: dict[str, NDArray[Any]], shards: Shards) -> None:
         self.folder, self.summary = folder, summary
@@ -188,14 +188,14 @@ class SpeechSet:
 
 
 class Member(NamedTuple):
-    """One set of a union: its domain and its folder."""
+    """A set of a `SpeechSets`, given by its domain and its folder."""
 
     domain: str
     folder: Path
 
 
 class SpeechSets:
-    """All or some utterances of one or several prepared sets, as one set.
+    """All or some utterances of one or several prepared sets, combined as one set.
 
     Utterances are numbered consecutively in the order of the sets. The ids of a single set are unchanged. The ids of
     several sets are prefixed with the domain to make them unique: `talks/utt-1`, or `talks.2/utt-1` in the second set

@@ -15,7 +15,7 @@ from starling.speech.corpora.utterance import Utterance
 
 
 class StringsConfig(Config):
-    """How recordings are joined, for example isolated digits into connected digits."""
+    """The joining of recordings, for example isolated digits into connected digits."""
 
     shortest: int = Field(default=3, ge=1)
     """Minimum number of recordings in a string. A speaker's only string, or the last but one, may have fewer."""
@@ -26,7 +26,8 @@ class StringsConfig(Config):
     gap_level_db: float = Field(default=-60.0, le=0)
     """Root mean square of the noise in the pauses, in dB relative to full scale."""
     copies: int | dict[str, int] = 1
-    """Number of times each recording is used: one number, or one for each set (1 for sets that are not named)."""
+    """Number of times each recording is used: one number for all sets, or one for each set (1 for sets that are not
+    named)."""
     seed: int = Field(default=0, ge=0)
     """The seed of lengths, order and pauses."""
 
@@ -93,7 +94,8 @@ def _lengths(total: int, config: StringsConfig, random: np.random.Generator) -> 
 def join_strings(
     recordings: Sequence[Utterance], plans: Sequence[StringPlan], config: StringsConfig, sampling_rate: int
 ) -> list[Utterance]:
-    """The strings as utterances. Their recordings must have the rate `sampling_rate`, in Hz."""
+    """Join recordings into strings, and return the strings as utterances. All recordings must have the sampling rate
+    `sampling_rate`, in Hz."""
     strings = []
     for plan in plans:
         members = tuple(recordings[i] for i in plan.members)

@@ -1,4 +1,4 @@
-"""Tokens, the outputs of the network, and conversion between text and tokens. Id 0 is CTC's blank."""
+"""Tokens, which are the network's outputs, and conversion between text and tokens. Id 0 is CTC's blank."""
 
 import io
 import json
@@ -13,7 +13,7 @@ from starling.errors import CheckpointError, DataError
 
 BLANK = 0
 WORD_START = "\u2581"
-"""The mark in names of tokens where a word begins, as in sentencepiece."""
+"""The mark, in the names of tokens, of the beginning of a word, as in sentencepiece."""
 _NAMES = {" ": WORD_START, WORD_START: "\\u2581"}
 _CHARACTERS_FILE = "tokens.json"
 _PIECES_FILE = "tokens.model"
@@ -25,7 +25,7 @@ class TokenConfig(Config):
     kind: Literal["characters", "sentencepiece"] = "characters"
     """The kind of tokens: single characters, or pieces of words that SentencePiece finds in the training texts."""
     alphabet: str | None = None
-    """The allowed characters, for kind: characters; by default, the characters of the training texts."""
+    """The allowed characters, for kind: characters. By default, these are the characters of the training texts."""
     vocab_size: int = Field(default=100, ge=3)
     """Maximum number of pieces, for kind: sentencepiece."""
     model_type: Literal["unigram", "bpe"] = "unigram"
@@ -39,7 +39,7 @@ class TokenConfig(Config):
             raise ValueError("tokens.alphabet is only for `kind: characters`; remove it for sentencepiece")
         repeated = sorted({character for character in self.alphabet if self.alphabet.count(character) > 1})
         if repeated or not self.alphabet:
-            raise ValueError(f"tokens.alphabet must contain each character once, at least one; repeated: {repeated}")
+            raise ValueError(f"tokens.alphabet must have at least one character, and none twice; repeated: {repeated}")
         return self
 
 
@@ -52,12 +52,13 @@ class CharacterTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """The number of outputs of the network: the blank, and all tokens, whose ids begin at 1."""
+        """The number of the network's outputs: the blank, and all tokens, whose ids begin with 1."""
         return len(self.alphabet) + 1
 
     @property
     def names(self) -> list[str]:
-        """The written form of each token, by id; `WORD_START` stands for a space. The blank is empty."""
+        """The written form of each token, in the order of ids. `WORD_START` stands for a space, and the blank is
+        empty."""
         return ["", *(_NAMES.get(character, character) for character in self.alphabet)]
 
     def encode(self, text: str, utterance: str = "") -> list[int]:
@@ -72,19 +73,19 @@ class CharacterTokenizer:
             raise _outside(missing.args[0], text, utterance, self.alphabet) from None
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of token ids; blanks are ignored."""
+        """The text that token ids spell. Blanks are ignored."""
         return "".join(self.alphabet[token - 1] for token in tokens if token != BLANK)
 
     def save(self, folder: Path) -> Path:
-        """Write the file that `load_tokenizer` reads; returns its path."""
+        """Write the file that `load_tokenizer` reads, and return its path."""
         path = folder / _CHARACTERS_FILE
         path.write_text(json.dumps({"kind": "characters", "alphabet": self.alphabet}), encoding="utf-8")
         return path
 
 
 class PieceTokenizer:
-    """Converts text to token ids and back, with the pieces of a sentencepiece model, shifted by one to make room for
-    the blank."""
+    """Converts text to token ids and back, using the pieces of a sentencepiece model. Token ids are those of the model
+    plus one, because the blank has id 0."""
 
     def __init__(self, model: bytes) -> None:
         import sentencepiece
@@ -126,7 +127,7 @@ Tokenizer = CharacterTokenizer | PieceTokenizer
 
 
 def encoded_each(tokenizer: Tokenizer, texts: Sequence[str], utterances: Sequence[str]) -> list[list[int] | DataError]:
-    """The token ids of each text, or the DataError in their place."""
+    """The token ids of each text, or a DataError for a text that the tokens cannot spell."""
     found: list[list[int] | DataError] = []
     for text, utterance in zip(texts, utterances, strict=True):
         try:
@@ -137,7 +138,7 @@ def encoded_each(tokenizer: Tokenizer, texts: Sequence[str], utterances: Sequenc
 
 
 def make_tokenizer(config: TokenConfig, texts: Iterable[str]) -> Tokenizer:
-    """The tokenizer of a recipe, made from the training texts. The same texts give the same tokenizer.
+    """Make the tokenizer of a recipe from the training texts. The same texts always give the same tokenizer.
 
     Raises DataError if no tokens can be made from the texts.
     """

@@ -49,12 +49,12 @@ def recipe_around(path: Path) -> "Recipe | None":
 
 
 def load_recogniser(experiment: Path, is_best: bool = False, average: int | None = None) -> Recogniser:
-    """The newest consensus model of an experiment, the mean of its `average` newest models (None: as the recipe says),
-    or the best model on the validation set; on the recipe's device. If `is_model` is true of the path, its one model is
-    loaded. Raises CheckpointError if there is none."""
+    """Load a recogniser to the recipe's device: the mean of an experiment's `average` newest models (None: the number
+    in the recipe) or, with `is_best`, the best model on the validation set. If `experiment` is a checkpoint or a
+    recogniser's folder, its model is loaded. Raises CheckpointError if there is no model."""
     if is_model(experiment):
         return load_newest(experiment)
-    # checking the whole recipe would take a quarter of a second; the first ones of this format have no `average`
+    # checking the whole recipe would take a quarter of a second; the first recipes of this format have no `average`
     match {"average": 1} | read_recipe(existing(experiment).config):
         case {
             "format": int(),

@@ -1,5 +1,5 @@
-"""Decides which utterances are used: checks ids, transcripts and audio, reads lists of utterances to leave out, finds
-those that CTC cannot align because they have too few encoder frames."""
+"""Decides which utterances are used: checks ids, transcripts and audio, reads lists of utterances to leave out, and
+finds those that CTC cannot align because they have too few encoder frames."""
 
 import math
 import re
@@ -104,7 +104,7 @@ TextStyle = Literal["upper", "lower", "as-is"]
 DropKind = Literal["left out", "id", "speaker", "transcript", "audio", "silence", "length"]
 """The reason why an utterance is not used."""
 MAX_PEAK = 4.0
-"""Largest peak of audio that is taken to be scaled to -1..1 (audio slightly over 1 is only clipped)."""
+"""Largest peak with which audio counts as scaled to -1..1; samples slightly beyond this range are only clipped."""
 MAX_ID_BYTES = 200
 _SURROGATE = re.compile("[\ud800-\udfff]")
 """Code points in text that is not valid Unicode, which cannot be encoded as UTF-8."""
@@ -118,19 +118,19 @@ class FilterConfig(Config):
     """The rules for keeping and trimming utterances. Dropped utterances are counted and listed in dropped.tsv."""
 
     min_seconds: float = Field(default=0.1, ge=0)
-    """Minimum length of an utterance; shorter ones are dropped."""
+    """Minimum length of an utterance; shorter utterances are dropped."""
     max_seconds: float = Field(default=20.0, gt=0)
-    """Maximum length of an utterance; longer ones are dropped."""
+    """Maximum length of an utterance; longer utterances are dropped."""
     trim: float | None = Field(default=None, ge=0, le=10)
-    """Seconds of pause to keep before and after the speech of each recording; the rest is cut off. With null,
-    recordings are not trimmed."""
+    """Seconds of pause to keep before and after the speech of each recording; the rest of the pause is cut off. With
+    null, recordings are not trimmed."""
     on_bad: Literal["fail", "skip"] = "skip"
     """What happens to unusable utterances: `skip` leaves them out, and counts, names and lists them; `fail` ends the
-    command at the first one. It applies to preparation, to the set-up of training (too short for CTC), and to
-    training."""
+    command at the first unusable utterance. The key applies to preparation, to the set-up of training (utterances that
+    are too short for CTC), and to training."""
     max_skipped: float = Field(default=0.01, ge=0, le=1)
-    """Maximum fraction of a set that may be left out as unusable. One utterance may always be left out, unless this is
-    0."""
+    """Maximum fraction of a set that may be left out as unusable. One utterance may always be left out, unless the
+    fraction is 0."""
     leave_out: Path | None = None
     """A list of utterances to leave out, as written by `starling check --drop`."""
 
@@ -227,7 +227,7 @@ class Checker:
         self.seen = set(seen)
 
     def usable(self, utterances: Iterable[Utterance]) -> Iterator[Checked]:
-        """Each usable utterance.
+        """Yield each usable utterance.
 
         Raises:
             DataError: An utterance is unusable, and `on_bad` is `fail`.
@@ -302,7 +302,7 @@ class Checker:
         return replace(utterance, text=text, speaker=speaker or NO_SPEAKER)
 
     def _checked_audio(self, utterance: Utterance) -> tuple[Audio, NDArray[np.float32]]:
-        """The audio as it was read, and the samples to use."""
+        """The audio as the corpus provides it, and the samples to use."""
         try:
             decoded = utterance.read()
             check_samples(decoded[0])
@@ -321,10 +321,10 @@ def _read_at(rate: int, trim: float | None, utterance: Utterance) -> Audio:
 
 
 def check_samples(samples: NDArray[np.float32]) -> None:
-    """Check that samples [T] can be those of a recording.
+    """Check that samples `[T]` are valid for a recording.
 
     Raises:
-        DataError: There are no samples, or they are not finite, far outside -1..1, or all zero.
+        DataError: There are no samples, or some are not finite, or they are far outside -1..1 or all zero.
     """
     if not len(samples):
         raise DataError("the audio has no samples")
@@ -339,7 +339,7 @@ def check_samples(samples: NDArray[np.float32]) -> None:
 
 
 def resampled(samples: NDArray[np.float32], rate: int, wanted: int) -> NDArray[np.float32]:
-    """Samples [T] at `rate` Hz, resampled to `wanted` Hz.
+    """Resample samples `[T]` from `rate` Hz to `wanted` Hz.
 
     Raises:
         DataError: `rate` differs from `wanted` and is below 1 kHz or above 768 kHz, or the filter bank for the two
@@ -361,7 +361,7 @@ def resampled(samples: NDArray[np.float32], rate: int, wanted: int) -> NDArray[n
 def _check_id(name: str) -> None:
     parts = PurePosixPath(name).parts
     if (
-        not name.isprintable()  # so that it encodes as UTF-8, too
+        not name.isprintable()  # also ensures that the id can be encoded as UTF-8
         or any(map(str.isspace, name))
         or not 1 <= len(name.encode()) <= MAX_ID_BYTES
         or str(PurePosixPath(name)) != name
@@ -374,7 +374,7 @@ def _check_id(name: str) -> None:
 
 
 class TooShort(NamedTuple):
-    """An utterance with fewer frames than its transcript needs: a row of `too_short.tsv`."""
+    """An utterance that has fewer frames than its transcript needs, which is a row of `too_short.tsv`."""
 
     id: str
     frames: int  # at the highest speed factor
@@ -424,7 +424,8 @@ def too_short_for_ctc(
 
 
 def kept_utterances(train: SpeechSets, path: Path) -> SpeechSets:
-    """The utterances to train on: all except those that a table, with rows of `TooShort`, lists."""
+    """The utterances to train on. These are all utterances except those that are listed in a table with rows of
+    `TooShort`."""
     if not path.is_file():
         return train
     listed = [(row["id"], int(row["number"])) for _, row in read_table(path, TooShort._fields)]

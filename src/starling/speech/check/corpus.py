@@ -1,4 +1,4 @@
-"""Checks a whole corpus for all kinds of findings, including audio, transcripts and speakers that occur twice, and
+"""Checks a whole corpus for all kinds of findings. These include audio, transcripts and speakers that occur twice, and
 transcripts that do not fit what a recogniser hears."""
 
 import math
@@ -33,16 +33,16 @@ from starling.speech.usable import NO_SPEAKER, Source, too_short_for_ctc
 NUM_HASHES = 120
 _MAX_MISS_RATE = 1e-4
 _BLOCK = 1000
-_CACHED = 5000  # texts whose n-grams are kept, about 10 kB each
-_MARGIN = 0.25  # how much lower than the truth an estimate by 120 hashes may be: over five standard deviations
+_CACHED = 5000  # number of texts whose n-grams are cached, about 10 kB each
+_MARGIN = 0.25  # largest error of a similarity estimated from 120 hashes: over five standard deviations
 Near = list[tuple[int, float]]
-"""Indices of other texts, each with its similarity."""
+"""The indices of similar texts, each with its similarity."""
 
 
 def pieces(text: str, ngram: int) -> frozenset[str]:
-    """The n-grams of `ngram` characters in a text with a space at each end; repeated ones are numbered.
+    """The n-grams of `ngram` characters in a text with a space added at each end. Repeated n-grams are numbered.
 
-    The numbers make the similarity below that of multisets, so that `ONE ONE ONE` differs from `ONE`.
+    Because of the numbers, `similarity` compares the n-grams as multisets, so that `ONE ONE ONE` differs from `ONE`.
     """
     padded = f" {text} "
     seen = Counter[str]()
@@ -55,16 +55,16 @@ def pieces(text: str, ngram: int) -> frozenset[str]:
 
 
 def similarity(first: frozenset[str], second: frozenset[str]) -> float:
-    """Jaccard similarity: |A and B| / |A or B|."""
+    """The Jaccard similarity |A and B| / |A or B| of two sets of n-grams."""
     shared = len(first & second)
     return shared / (len(first) + len(second) - shared)
 
 
 def num_bands(threshold: float) -> int:
-    """The number of bands of hashes, such that at most one near-duplicate in 10,000 is missed.
+    """The smallest number of bands of hashes with which at most one near-duplicate in 10,000 is missed.
 
     Two texts of similarity s agree in at least one of b bands of r hashes with probability 1 - (1 - s^r)^b (Leskovec,
-    Rajaraman & Ullman, Mining of Massive Datasets, section 3.4). The smallest such number gives the fewest candidates.
+    Rajaraman & Ullman, Mining of Massive Datasets, section 3.4). The fewer bands, the fewer candidates.
     """
     fitting = [bands for bands in range(1, NUM_HASHES + 1) if NUM_HASHES % bands == 0]
     return next(bands for bands in fitting if (1 - threshold ** (NUM_HASHES // bands)) ** bands <= _MAX_MISS_RATE)
@@ -73,10 +73,10 @@ def num_bands(threshold: float) -> int:
 def near_texts(
     texts: Sequence[str], threshold: float, ngram: int, progress: Callable[[int, int], None] | None = None
 ) -> Iterator[Near]:
-    """For each of several distinct texts, the others with a similarity of at least `threshold`.
+    """For each of several distinct texts, the other texts with a similarity of at least `threshold`.
 
-    Needs about 3 kB per text. With a small vocabulary, such as digits, the number of candidates grows faster than the
-    number of texts. `progress` is called with the number of texts done and the total.
+    Memory use is about 3 kB per text. With a small vocabulary, such as digits, the number of candidates grows faster
+    than the number of texts. `progress` is called with the number of texts done and the total.
     """
     cached = lru_cache(maxsize=_CACHED)(pieces)
     sketches: list[RMinHash] = []
@@ -97,7 +97,7 @@ def near_texts(
 
 
 def shared_texts(lines: Sequence[Line], train: str, config: CheckConfig, told: Told) -> Iterator[Finding]:
-    """Duplicate and similar texts within a set, and between training and a held-out set."""
+    """Yield duplicate and similar texts within a set, and between the training set and a held-out set."""
     texts = by_set(lines, (line.text for line in lines))
     held_out = dict.fromkeys(line.set for line in lines if line.set != train)
     groups = list(texts.values())
@@ -119,7 +119,8 @@ def shared_texts(lines: Sequence[Line], train: str, config: CheckConfig, told: T
 
 
 def shared_speakers(records: Sequence[Record], train: str) -> Iterator[Finding]:
-    """Speakers of the training set in held-out sets; one finding for each speaker and held-out set."""
+    """Yield the speakers of the training set that also occur in held-out sets, with one finding for each speaker and
+    held-out set."""
     for speaker, spoken in by_set(records, (record.speaker for record in records)).items():
         if speaker != NO_SPEAKER and (ours := spoken.get(train)):
             for places in (places for name, places in spoken.items() if name != train):
@@ -145,9 +146,9 @@ def check_corpus(
     progress: OnProgress,
     recogniser: Recogniser | None = None,
 ) -> Report:
-    """Check sets for everything in `config`; `train` names the training set, the others are held out.
+    """Check sets for everything in `config`. The training set is named `train`; all other sets are held out.
 
-    Checking whether transcripts fit needs a `recogniser`.
+    The check whether transcripts fit requires a `recogniser`.
 
     Raises:
         DataError: The corpus is missing or its manifest is invalid.
@@ -179,7 +180,8 @@ def check_corpus(
 
 
 def _too_short(sources: Sequence[Source], lines: Sequence[Line], train: str, training: Training) -> Iterator[Finding]:
-    """Transcripts whose audio has too few frames for CTC; for the training set, at the highest speed factor."""
+    """Yield transcripts whose audio has too few frames for CTC. For the training set, frames are counted at the highest
+    speed factor."""
     if not lines:
         return
     tokens = training.tokens.model_copy(update={"alphabet": None})  # held-out sets may have other characters
@@ -198,26 +200,27 @@ def _too_short(sources: Sequence[Source], lines: Sequence[Line], train: str, tra
             )  # fmt: skip
 
 
-_OTHERS = 16  # transcripts of other utterances that each transcript is compared with
-_MAX_DURATION = 60.0  # padded seconds of audio in a batch
-_USUAL_SHARE = 0.9  # of the utterances, whose scores say how large the others' may be
-_SUSPECTS = (50, 0.05, 400)  # at least, share, and at most: the utterances whose transcripts may be exchanged
+_OTHERS = 16  # number of other utterances' transcripts with which each transcript is compared
+_MAX_DURATION = 60.0  # seconds of audio in a batch, including padding
+_USUAL_SHARE = 0.9  # fraction of the utterances whose scores determine how large the other scores may be
+_SUSPECTS = (50, 0.05, 400)  # suspects for swapped transcripts: minimum, share of the set, maximum
 
 
 def misfits(
     name: str, records: Sequence[Record], recogniser: Recogniser, config: CheckConfig, told: Told
 ) -> tuple[SetHeard, list[Finding]]:
-    """What a recogniser hears in set `name`, and the transcripts that do not fit.
+    """The texts that a recogniser hears in set `name`, and the transcripts that do not fit.
 
-    The likelihood p(y|x) of a transcript y for the audio x is CTC's, summed over all alignments. Let y^ be the
-    transcript that is heard (greedy decoding), and m the mean log-likelihood of transcripts of other utterances of
-    about the same length. Then
+    The likelihood p(y|x) of a transcript y for the audio x is CTC's, summed over all alignments. Let y^ be the text
+    that greedy decoding finds, and m the mean log-likelihood of other utterances' transcripts of about the same length.
+    Then
 
         gap = (log p(y^|x) - log p(y|x)) / |y|,  fit = (log p(y|x) - m) / (log p(y^|x) - m),  score = gap * (1 - fit)
 
-    A transcript does not fit if its score is an outlier of the set's (`usual_limit`). Pairs of utterances with the
-    highest scores are also compared crosswise: if the transcript of each is much more likely for the audio of the
-    other, the two are swapped. This needs no limit on the score, so it also works with a poor recogniser.
+    A transcript does not fit if its score is an outlier among the scores of its set (`usual_limit`). The utterances
+    with the highest scores are also compared in pairs. If the transcript of each utterance is much more likely for the
+    audio of the other, the transcripts are swapped. This comparison does not depend on a limit on the score, so it also
+    works with a poor recogniser.
     """
     with one_thread():
         listener = _Listener(records, recogniser)
@@ -231,8 +234,9 @@ def misfits(
 
 
 def usual_limit(scores: Sequence[float], config: CheckConfig) -> float:
-    """The score above which a transcript does not fit: the median plus `outlier` times the distance from the median to
-    the 90th percentile, but at least `misfit`. It hardly changes if up to a tenth of the transcripts are wrong."""
+    """The score above which a transcript does not fit. It is the median plus `outlier` times the distance from the
+    median to the 90th percentile, but at least `misfit`. It hardly changes if up to a tenth of the transcripts are
+    wrong."""
     finite = [score for score in scores if math.isfinite(score)]
     if not finite:
         return config.misfit
@@ -241,8 +245,8 @@ def usual_limit(scores: Sequence[float], config: CheckConfig) -> float:
 
 
 def log_likelihoods(log_probs: Tensor, texts: Sequence[Sequence[int]]) -> NDArray[np.float64]:
-    """log p(text | audio) under CTC for each of several texts (token ids), from the log-probabilities `[T, V]` of one
-    recording; -inf for a text that is too long for it."""
+    """The log-likelihood log p(text | audio) under CTC of each of several texts (token ids), from the log-probabilities
+    `[T, V]` of one recording. It is -inf for a text that is too long for the recording."""
     losses = F.ctc_loss(
         log_probs[:, None].expand(-1, len(texts), -1),
         torch.tensor([token for text in texts for token in text], dtype=torch.long),
@@ -285,8 +289,8 @@ class _Listener:
                 told(done, len(self.records))
 
     def gaps(self, suspects: Sequence[Heard]) -> NDArray[np.float64]:
-        """Nats per token by which the transcript of suspect j is less likely than what is heard in the audio of suspect
-        i, `[N, N]`."""
+        """A matrix `[N, N]` of the nats per token by which the transcript of suspect j is less likely than the text
+        that is heard in the audio of suspect i."""
         texts = [self._tokens[each.id] for each in suspects]
         lengths = np.array([len(text) for text in texts])
         places = {each.id: place for place, each in enumerate(suspects)}
@@ -311,14 +315,15 @@ class _Listener:
         return Heard(record.set, record.id, record.text, heard, errors, float(gap), float(fit))
 
     def _like(self, text: Sequence[int]) -> list[tuple[int, ...]]:
-        """Up to `_OTHERS` transcripts that differ from `text`, those closest to it in length."""
+        """Up to `_OTHERS` transcripts that differ from `text` and are closest to it in length."""
         place = bisect_left(self._texts, len(text), key=len)
         start = max(0, min(place - _OTHERS // 2, len(self._texts) - _OTHERS - 1))
         own = tuple(text)
         return [each for each in self._texts[start : start + _OTHERS + 1] if each != own][:_OTHERS]
 
     def _listen(self, names: Sequence[str]) -> Iterator[tuple[Record, Tensor]]:
-        """Each utterance, with the log-probabilities `[T, V]` of its audio on the CPU; longest first."""
+        """Yield each utterance with the log-probabilities `[T, V]` of its audio, on the CPU, longest utterances
+        first."""
         for batch in by_duration(np.array([self.records[name].seconds for name in names]), _MAX_DURATION):
             records, waveforms = [], []
             for record in (self.records[names[place]] for place in batch):
@@ -335,13 +340,13 @@ class _Listener:
 def _findings(
     whole: SetHeard, suspects: Sequence[Heard], gaps: NDArray[np.float64], records: Mapping[str, Record]
 ) -> Iterator[Finding]:
-    """Swapped transcripts, followed by transcripts that do not fit."""
+    """Yield findings about swapped transcripts, followed by those about transcripts that do not fit."""
     usual = [each.gap for each in whole.heard if math.isfinite(each.gap)]
     if not usual:
         return
     median, high = float(np.median(usual)), float(np.quantile(usual, _USUAL_SHARE))
     least_gain = max(0.5, high - median)
-    most_gap = max(0.5, median + 2.5 * (high - median))  # a transcript with at most this gap fits as the others do
+    most_gap = max(0.5, median + 2.5 * (high - median))  # a transcript with at most this gap fits as well as the others
     other_of = _swapped(gaps, least_gain, most_gap)
 
     def finding(kind: Kind, each: Heard, other: Heard | None) -> Finding:
@@ -361,8 +366,8 @@ def _findings(
 
 
 def _swapped(gaps: NDArray[np.float64], least_gain: float, most_gap: float) -> dict[int, int]:
-    """The partner of each suspect whose transcript is swapped. Each has one partner; pairs that gain most come
-    first."""
+    """The partner of each suspect whose transcript is swapped. Each suspect has at most one partner; the pairs with the
+    largest gains are chosen first."""
     own = np.where(np.isfinite(np.diag(gaps)), np.diag(gaps), 1e9)
     gains = own[:, None] - gaps
     mutual = np.minimum(gains, gains.T)

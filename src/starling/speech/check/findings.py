@@ -32,15 +32,15 @@ Kind = Literal[
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 HEARD: tuple[Kind, ...] = ("swapped", "misfit")
-"""Kinds that need a recogniser."""
+"""Kinds of findings that need a recogniser."""
 OVERLAPS = tuple(kind for kind in KINDS if kind.startswith("overlap-"))
-"""Kinds of overlap between a training and a held-out set. Affected utterances of both sets are listed."""
+"""Kinds of overlap between a training set and a held-out set. Affected utterances of both sets are listed."""
 SEEN_IN_TRAINING: tuple[Kind, ...] = ("overlap-audio", "overlap-text", "overlap-near-text")
-"""Kinds that show that a test utterance has a near-duplicate in training."""
+"""Kinds of findings which show that a test utterance has a near-duplicate in the training set."""
 
 
 class CheckConfig(Config):
-    """What `starling check` looks for, and its limits."""
+    """The kinds of findings that `starling check` looks for, and their limits."""
 
     kinds: tuple[Kind, ...] = KINDS
     """The kinds of findings to look for."""
@@ -51,13 +51,13 @@ class CheckConfig(Config):
     seconds_per_character: tuple[float, float] = (0.03, 1.0)
     """Minimum and maximum seconds of audio per character of the transcript, including spaces."""
     misfit: float = Field(default=0.5, gt=0)
-    """A transcript fits the model if it scores less than this, in nats per token (starling.speech.check.corpus
-    defines the score). A score of 0 means that it is as likely as what the model hears."""
+    """A transcript fits the model if its score is below this value, in nats per token (starling.speech.check.corpus
+    defines the score). A score of 0 means that the transcript is as likely as the text that the model hears."""
     outlier: float = Field(default=8.0, gt=0)
-    """A transcript also fits the model if its score is within this many times the distance from the median of its set's
-    scores to their 90th percentile."""
+    """A transcript also fits the model if its score exceeds the median of its set's scores by at most this many times
+    the distance from the median to the 90th percentile."""
     length_tolerance: float = Field(default=0.01, ge=0, le=1)
-    """The maximum difference in seconds between the lengths of two copies of a recording."""
+    """Maximum seconds by which the lengths of two copies of a recording differ."""
     alike: float = Field(default=0.95, gt=0, le=1)
     """Two waveforms with at least this correlation are copies of a recording."""
     similarity: float = Field(default=0.8, ge=0.5, le=1)
@@ -99,26 +99,27 @@ class Heard:
     text: str
     heard: str
     errors: float
-    """Character errors of `heard`, divided by the characters of `text`."""
+    """Number of character errors of `heard`, divided by the number of characters of `text`."""
     gap: float
-    """Nats per token by which the transcript is less likely than what is heard; infinite if no path exists."""
+    """Nats per token by which the transcript is less likely than the text that is heard; infinite if no path exists."""
     fit: float
-    """How well the transcript fits: 0 if it is as likely as other transcripts of its length, 1 if it is as likely as
-    what is heard."""
+    """The fit of the transcript: 0 if it is as likely as other transcripts of its length, and 1 if it is as likely as
+    the text that is heard."""
 
     @property
     def score(self) -> float:
-        """How badly the transcript fits, in nats per token: gap * (1 - fit), with 0 <= 1 - fit <= 1.
+        """The misfit of the transcript, in nats per token: gap * (1 - fit), with 0 <= 1 - fit <= 1.
 
-        The first factor alone also finds utterances in which every transcript is unlikely, the second alone those in
-        which every transcript is about equally likely.
+        The first factor alone would also find utterances for which every transcript is unlikely. The second factor
+        alone would also find utterances for which all transcripts are about equally likely.
         """
         return self.gap * min(max(1.0 - self.fit, 0.0), 1.0)
 
 
 @dataclass(frozen=True)
 class SetHeard:
-    """What was heard in a set, worst transcript first, and the limit above which a transcript does not fit."""
+    """The texts that were heard in a set, worst transcript first, and the score above which a transcript does not
+    fit."""
 
     name: str
     heard: tuple[Heard, ...]
@@ -128,12 +129,13 @@ class SetHeard:
 
     @property
     def errors(self) -> float:
-        """Character errors of what is heard, divided by the characters of the transcripts."""
+        """Number of character errors of the texts that are heard, divided by the number of characters of the
+        transcripts."""
         return sum(each.errors * len(each.text) for each in self.heard) / max(self.characters, 1)
 
     @property
     def characters(self) -> int:
-        """Characters of the transcripts."""
+        """Number of characters of the transcripts."""
         return sum(len(each.text) for each in self.heard)
 
 
@@ -147,9 +149,9 @@ _HEADER = ("kind", "set", "id", "other_set", "other_id", "value", "limit", "deta
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem with an utterance, or something that it has in common with another.
+    """A problem with an utterance, or something that the utterance has in common with another utterance.
 
-    `value` is the measured value and `limit` the limit, where they exist.
+    `value` is the measured value and `limit` is its limit, if there are any.
     """
 
     kind: Kind
@@ -184,12 +186,12 @@ class Report:
     sets: tuple[SetSize, ...]
     findings: tuple[Finding, ...]
     heard: tuple[SetHeard, ...] = ()
-    """What a recogniser heard; empty without a recogniser."""
+    """The texts that a recogniser heard in each set; empty without a recogniser."""
 
 
 def write_report(folder: Path, report: Report) -> Path:
-    """Write the lists of findings and of what was heard, and then a file that identifies the checked data. Returns the
-    path of the list of findings."""
+    """Write the list of findings and the list of texts that were heard, and then a file that identifies the checked
+    data. Returns the path of the list of findings."""
     path, data_file = folder / LIST, folder / _DATA
     try:
         data_file.unlink(missing_ok=True)
@@ -214,7 +216,7 @@ def write_report(folder: Path, report: Report) -> Path:
 
 
 def seen_in_training(folder: Path, train: str, test: str, digests: tuple[str, str]) -> frozenset[str] | None:
-    """Utterances of set `test` with a near-duplicate in set `train`; None if `folder` has no check of both sets.
+    """The utterances of set `test` with a near-duplicate in set `train`; None if `folder` has no check of both sets.
 
     `digests` are the current digests of the two sets.
 
@@ -238,9 +240,9 @@ def seen_in_training(folder: Path, train: str, test: str, digests: tuple[str, st
 
 
 def to_drop(report: Report, config: CheckConfig, earlier: Iterable[LeftOut] = ()) -> list[LeftOut]:
-    """The utterances to leave out: the `earlier` ones and those of the report, each once.
+    """The utterances to leave out: those in `earlier` and those in the report, without repetitions.
 
-    Of duplicates within a set the first is kept; of overlaps only utterances of the training set are left out.
+    Among duplicates within a set, the first is kept. For overlaps, only utterances of the training set are left out.
     """
     items = {(item.set, item.id): item for item in earlier}
     for each in report.findings:
@@ -252,7 +254,7 @@ def to_drop(report: Report, config: CheckConfig, earlier: Iterable[LeftOut] = ()
 
 
 def _other(each: Finding) -> str:
-    """The other utterance of a finding, in words."""
+    """A description of the other utterance of a finding."""
     if not each.other_id:
         return ""
     relation = {"swapped": "with", "misfit": "but fits"}.get(each.kind, "of")

@@ -1,4 +1,4 @@
-"""Checks the recordings of a corpus, one by one and for copies; reads all audio once."""
+"""Checks the recordings of a corpus one by one, and searches them for copies. All audio is read once."""
 
 import hashlib
 import math
@@ -23,37 +23,37 @@ from starling.speech.usable import Checker, Checking, DropKind, FilterConfig, So
 
 K = TypeVar("K")
 Told = Callable[[int, int], None]
-"""A function that is called with the number done and the total."""
+"""A function that is called with the number of items done and the total."""
 Group = list[int]
-"""Indices of equal utterances of one set, in order."""
+"""The indices of equal utterances of one set, in order."""
 _UNUSED: dict[DropKind, Kind] = {"silence": "silence", "audio": "unreadable"}
 FULL_SCALE = 32767 / 32768
 """The largest positive 16-bit sample; samples of at least this magnitude count as clipped."""
 ENVELOPE_LENGTH = 32
-"""The number of equally long segments whose level is kept."""
-_FLOOR = -40.0  # dB relative to the utterance's level; lower levels are raised to it, to ignore noise and codecs
+"""Number of equally long segments of an utterance whose levels are kept."""
+_FLOOR = -40.0  # dB relative to the utterance's level; raising lower levels to this hides noise and codecs
 _COMPARED_SECONDS = 20.0
-_MAX_ENVELOPE_DB = 4.0  # above this mean difference waveforms are not compared; a digit as MP3 at 8 kHz had 3.4
-_MAX_COMPARED = 5  # waveforms with the nearest envelopes that are compared with each one; bounds the time
+_MAX_ENVELOPE_DB = 4.0  # mean difference above which waveforms are not compared; a digit as MP3 at 8 kHz had 3.4
+_MAX_COMPARED = 5  # number of waveforms, nearest envelopes first, with which each one is compared
 
 
 @dataclass(frozen=True, slots=True)
 class Sound:
-    """The measurements of one utterance; about 250 bytes in CPython, whatever its length."""
+    """The measurements of one utterance, which take about 250 bytes in CPython, whatever the utterance's length."""
 
     digest: bytes
-    """Digest of the decoded samples at 16 bits and their rate, the same for all lossless encodings."""
+    """Digest of the decoded 16-bit samples and their rate, which is the same for all lossless encodings."""
     envelope: bytes
-    """Levels `[ENVELOPE_LENGTH]` as int8, in units of 0.5 dB relative to the utterance's level."""
+    """The levels `[ENVELOPE_LENGTH]` as int8, in units of 0.5 dB relative to the utterance's level."""
     level_db: float
-    """Root mean square in dB relative to full scale."""
+    """Root mean square, in dB relative to full scale."""
     clipped: float
     """Fraction of the samples at full scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A transcript of training or test data, and the maximum length of its audio."""
+    """A transcript of the training or test data, and the maximum length of its audio."""
 
     set: str
     id: str
@@ -71,7 +71,7 @@ class Record(Line):
 
 
 def prepared_sources(folder: Path, names: Iterable[str]) -> list[Source]:
-    """Prepared sets as sources.
+    """The prepared sets in `folder`, as sources.
 
     Raises:
         DataError: A set is incomplete.
@@ -81,7 +81,7 @@ def prepared_sources(folder: Path, names: Iterable[str]) -> list[Source]:
     rates = {each.name: each.sampling_rate for each in sets}
     if len(set(rates.values())) > 1:
         listed = ", ".join(f"{name} {rate} Hz" for name, rate in rates.items())
-        raise ConfigError(f"{folder}: its sets differ in sampling rate ({listed}); check them one by one")
+        raise ConfigError(f"{folder}: its sets differ in sampling rate ({listed}); check each set separately")
     limits = FilterConfig(min_seconds=0.0, max_seconds=1e9, on_bad="skip", max_skipped=1.0)
     checks = [Checking(each.name, each.sampling_rate, "as-is", limits) for each in sets]
     pairs = zip(checks, sets, strict=True)
@@ -89,9 +89,9 @@ def prepared_sources(folder: Path, names: Iterable[str]) -> list[Source]:
 
 
 def collect(source: Source, config: CheckConfig, report: OnProgress) -> tuple[list[Record], list[Finding]]:
-    """The usable utterances of a set, in order, and findings about single utterances; reads all audio once.
+    """The usable utterances of a set, in order, and the findings about single utterances.
 
-    Memory use depends on the number of utterances, not on their lengths.
+    All audio is read once. Memory use depends on the number of utterances, but not on their lengths.
     """
     checker = Checker(source.checking)
     utterances = source.utterances()
@@ -160,7 +160,7 @@ def _findings(record: Record, config: CheckConfig) -> Iterator[Finding]:
 
 
 def by_set(lines: Iterable[Line], keys: Iterable[K]) -> dict[K, dict[str, Group]]:
-    """The places of the lines that have the same key, for each key and each set."""
+    """For each key, the indices of the lines that have this key, grouped by set."""
     groups: dict[K, dict[str, Group]] = defaultdict(lambda: defaultdict(list))
     for place, (line, key) in enumerate(zip(lines, keys, strict=True)):
         groups[key][line.set].append(place)
@@ -168,9 +168,11 @@ def by_set(lines: Iterable[Line], keys: Iterable[K]) -> dict[K, dict[str, Group]
 
 
 def shared_audio(records: Sequence[Record], train: str, config: CheckConfig, told: Told) -> Iterator[Finding]:
-    """Utterances whose decoded audio equals that of another utterance, or is similar when text and length are the same.
+    """Yield utterances whose decoded audio equals that of another utterance, or is similar if text and length are
+    equal.
 
-    Within a set, all except the first are findings; between training and a held-out set, those of both sides.
+    Within a set, all copies except the first are findings. Between the training set and a held-out set, the utterances
+    of both sets are findings.
     """
     groups = by_set(records, (record.sound.digest for record in records))
     overlaps = []
@@ -203,10 +205,11 @@ def shared_audio(records: Sequence[Record], train: str, config: CheckConfig, tol
 def _alike(
     records: Sequence[Record], groups: Iterable[Mapping[str, Group]], train: str, config: CheckConfig, told: Told
 ) -> Iterator[tuple[Group, Group, float]]:
-    """Pairs of groups with equal text and length that are copies of a recording although their samples differ.
+    """Yield pairs of groups with equal text and length that are copies of a recording although their samples differ.
 
-    Equal text and length are not enough: of 3,000 spoken digits, 13,701 pairs of one speaker and digit agree in length
-    within 20 ms, and none is a copy. So the envelopes are compared, and if they are similar, the waveforms.
+    Equal text and length are not sufficient: among 3,000 spoken digits, 13,701 pairs with the same speaker and digit
+    agree in length within 20 ms, and none of the pairs are copies. Therefore the envelopes are compared and, if they
+    are similar, the waveforms.
     """
     by_text: dict[str, list[Group]] = defaultdict(list)
     for places in (places for copies in groups for places in copies.values()):
@@ -254,13 +257,13 @@ def shared(
     value: float | None = None,
     limit: float | None = None,
 ) -> Finding:
-    """What the utterance at `place` has in common with another."""
+    """A finding about something that the utterance at `place` has in common with another utterance."""
     own, theirs = lines[place], lines[other]
     return Finding(kind, own.set, own.id, theirs.set, theirs.id, value, limit, seconds=own.seconds)
 
 
 def measure(samples: NDArray[np.float32], rate: int) -> Sound:
-    """The measurements of samples [T] that passed `check_samples`, at `rate` Hz."""
+    """Measure samples `[T]` at `rate` Hz that passed `check_samples`."""
     quantised = np.clip(np.rint(samples * 32768.0), -32768, 32767).astype("<i2")
     digest = hashlib.blake2b(quantised.tobytes(), digest_size=16, key=str(rate).encode()).digest()
     power = float(np.mean(np.square(samples, dtype=np.float64)))
@@ -273,12 +276,12 @@ def measure(samples: NDArray[np.float32], rate: int) -> Sound:
 
 
 def likeness(first: Audio, second: Audio, tolerance: float) -> float:
-    """Correlation of two waveforms, 0 to 1, at the best shift of up to `tolerance` seconds.
+    """The correlation of two waveforms, from 0 to 1, at the best shift of up to `tolerance` seconds.
 
         max_|s| |sum_t a[t] b[t + s]| / (|a| |b|)
 
-    Level and polarity do not matter. At most the first 20 s are compared. The result is 0 if the rates cannot be
-    converted.
+    The level and polarity have no effect. At most the first 20 s are compared. The result is 0 if one sampling rate
+    cannot be converted to the other.
     """
     (a, rate), (b, other) = first, second
     try:

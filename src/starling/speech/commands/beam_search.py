@@ -1,4 +1,4 @@
-"""Finds the best beam search for an experiment, with its language models and weights tuned on the validation set.
+"""Finds the best beam search for an experiment, and tunes its language models and weights on the validation set.
 
 exp/<name>/decode/beam/words.arpa, tokens.arpa    n-grams of the training texts
 exp/<name>/decode/beam/search.json                the tuned weights, and all weights that were tried

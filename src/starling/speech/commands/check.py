@@ -1,4 +1,4 @@
-"""`starling check`: finds problems in a corpus, prints them as a table, and lists the utterances to leave out."""
+"""`starling check`, which finds problems in a corpus, prints them as a table, and lists the utterances to leave out."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -55,7 +55,7 @@ def check(data: Path, overrides: Sequence[str], drop: bool, strict: bool, consol
     """
     recogniser = None if model is None else load_recogniser(model)
     if recogniser is not None and recogniser.states is not None:
-        raise ConfigError(f"--model {model}: it was trained with loss: frames; give a model with CTC")
+        raise ConfigError(f"--model {model}: the model was trained with loss: frames; give a model trained with CTC")
     keys: PreparedConfig | DataConfig
     if data.is_dir():
         folder, training = data, Training()
@@ -79,7 +79,7 @@ def check(data: Path, overrides: Sequence[str], drop: bool, strict: bool, consol
         trained = [] if trainer is None else _trained_on(trainer, folder, keys, [each.name for each in report.heard])
         for line in _remarks(report, trained):
             typer.echo(line)
-        typer.echo(f"what the model hears in each utterance, the worst fit first: {folder / HEARD_LIST}")
+        typer.echo(f"the texts that the model hears, with the worst fit first: {folder / HEARD_LIST}")
     typer.echo(f"{len(report.findings) or 'nothing'} found in {total} utterances, listed in {path}")
     if drop:
         items = to_drop(report, keys.check, [] if left_out is None else read_left_out(left_out))
@@ -148,7 +148,7 @@ def _table(report: Report) -> Table:
 
 
 def _remarks(report: Report, trained: Collection[str]) -> Iterator[str]:
-    """Remarks on what the error rates mean for the findings, and on sets that the model was `trained` on."""
+    """Yield remarks on what the error rates mean for the findings, and on sets that the model was `trained` on."""
     others = [each for each in report.heard if each.name not in trained and each.heard]
     elsewhere = sum(each.errors * each.characters for each in others) / max(sum(each.characters for each in others), 1)
     for each in report.heard:
@@ -167,7 +167,7 @@ def _remarks(report: Report, trained: Collection[str]) -> Iterator[str]:
             line = f"{each.name}: the model was trained on these transcripts, and may have memorised wrong ones"
             if elsewhere > _BY_HEART * each.errors:
                 line += f": it hears {elsewhere:.1%} of the characters wrong in sets that it was not trained on"
-            yield f"{line}; check with an early checkpoint, or with models of folds (data.hold_out)"
+            yield f"{line}; check with an early checkpoint, or with models trained on folds (data.hold_out)"
 
 
 def _trained_on(recipe: Recipe, folder: Path, keys: PreparedConfig | DataConfig, names: Iterable[str]) -> list[str]:

@@ -1,5 +1,5 @@
-"""Scores the texts that `starling evaluate` wrote again: with normalisation, by speaker or column, and for one
-experiment or two. Also collects scores for a report, with the audio of some utterances."""
+"""Scores again the texts that `starling evaluate` wrote: with normalisation, by speaker or column, and for one
+experiment or two. This module also collects scores for a report, with the audio of some utterances."""
 
 import base64
 import io
@@ -52,7 +52,7 @@ SHOWN = 3
 """Number of utterances to show of each kind: best, median and worst."""
 NUM_CONFUSIONS = 20
 MAX_SECONDS = 30.0
-"""Maximum seconds of audio of one utterance. Longer audio is cut off."""
+"""Maximum seconds of audio of one utterance that a report contains. The rest of longer audio is left out."""
 _MP3_RATES = (8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000)
 
 

@@ -55,8 +55,9 @@ class SeveralCorpus(Config):
     corpora: dict[CorpusName, "CorpusConfig"] = Field(min_length=1)
     """The settings of each corpus, as in `data.corpus`, by its name, which has no hyphen."""
     tags: dict[CorpusName, str] = Field(default={})
-    """One character for each corpus, such as Ⓔ, by the corpus's name: a word put before its transcripts, for example to
-    tell the model the language. `evaluate` scores texts without it, and reports how often it was right."""
+    """One character for each corpus, such as Ⓔ, by the name of the corpus. The character becomes the first word of the
+    corpus's transcripts, for example so that the model learns the language. `evaluate` scores texts without it, and
+    reports how often the model chose the right one."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -83,16 +84,16 @@ class SeveralCorpus(Config):
 
     @property
     def sets(self) -> Mapping[str, Any]:
-        """The settings of each set in its corpus, by the name of the set."""
+        """The entry of each set in its corpus's `sets`, by the name of the set."""
         return {f"{name}-{own}": it for name, corpus in self.corpora.items() for own, it in corpus.sets.items()}
 
     def member(self, set_name: str) -> "tuple[str, CorpusConfig, str]":
-        """The corpus of a set with its name, and the name of the set in that corpus."""
+        """The name of a set's corpus, the corpus, and the name of the set in that corpus."""
         name, _, own = set_name.partition("-")
         return name, self.corpora[name], own
 
     def tag(self, set_name: str) -> str:
-        """The word put before the transcripts of a set; empty if there is none."""
+        """The word that is put before the transcripts of a set; empty if there is none."""
         return self.tags.get(self.member(set_name)[0], "")
 
     def maker(self, set_name: str) -> str:
@@ -100,7 +101,7 @@ class SeveralCorpus(Config):
         return corpus.maker(own)
 
     def utterances(self, set_name: str) -> Iterator[Utterance]:
-        """The utterances of a set. Raises DataError, naming the corpus, if it is missing or invalid."""
+        """Yield the utterances of a set. Raises DataError, naming the corpus, if the corpus is missing or invalid."""
         name, corpus, own = self.member(set_name)
         tag = self.tag(set_name)
         try:
@@ -141,7 +142,8 @@ _REGISTRY: Registry[type[Config]] = Registry(
 
 
 def _validate_corpus(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-    """Validate with another package's class if `kind` is an entry point of `starling.corpora` or `module:name`."""
+    """Validate the settings with another package's class if `kind` is an entry point of `starling.corpora` or has the
+    form `module:name`."""
     kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
     if not isinstance(kind, str) or not _REGISTRY.is_outside(kind):
         return handler(value)
@@ -158,7 +160,8 @@ SeveralCorpus.model_rebuild()
 
 
 def settings_of(corpus: CorpusConfig, set_name: str) -> dict[str, Any]:
-    """The settings of a corpus that determine one of its sets, as JSON. `maker` names what else determines it."""
+    """The settings of a corpus that determine one of its sets, as JSON. The corpus's method `maker` describes what else
+    the set depends on."""
     if isinstance(corpus, SeveralCorpus):
         _, member, own = corpus.member(set_name)
         tag = corpus.tag(set_name)

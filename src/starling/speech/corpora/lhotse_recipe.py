@@ -24,15 +24,16 @@ from starling.speech.corpora.lines import read_json_lines, told_as
 from starling.speech.corpora.utterance import FileCorpus, NamedSets, Utterance
 
 Rewriting = tuple[tuple[str, str], ...]
-"""Regular expressions with the replacements of their matches, in order."""
+"""Regular expressions and the replacements of their matches, in the order in which they are applied."""
 
 
 class LhotseRecipeCorpus(FileCorpus):
     """Any corpus for which lhotse has a recipe, in the folder layout in which it is downloaded.
 
-    Runs `lhotse.recipes.prepare_<recipe>(path, **options)`. A set is one or more of the parts that this call returns,
-    e.g. `train: [train-clean-100]`; nested parts, such as Common Voice's languages, have names like 'en/train'. If
-    lhotse's function can be limited to certain parts, it reads only those of the set. Audio is read by libsndfile.
+    The importer calls `lhotse.recipes.prepare_<recipe>(path, **options)`. A set is one or more of the parts that this
+    call returns, e.g. `train: [train-clean-100]`. Nested parts, such as Common Voice's languages, have names like
+    'en/train'. If lhotse's function can be limited to certain parts, it reads only the parts of the set. Audio is read
+    through libsndfile.
     """
 
     kind: Literal["lhotse-recipe"]
@@ -42,8 +43,8 @@ class LhotseRecipeCorpus(FileCorpus):
     """Further arguments of lhotse's function."""
     rewrite: Rewriting | None = None
     """Changes of the transcripts, as pairs [regular expression, replacement]. The default rewrites the marks of
-    GigaSpeech and Switchboard, and changes no other corpus. Utterances without any words left are left out and
-    listed."""
+    GigaSpeech and Switchboard, and changes no other corpus. Utterances that have no words after rewriting are left out
+    and listed."""
     sets: dict[str, str | tuple[str, ...]]
     """The parts of each set, by the name of the set: the name of one part, or a list of names."""
 
@@ -100,7 +101,7 @@ class LhotseRecipeCorpus(FileCorpus):
                     yield _rewritten(found, rewrite)
 
     def _prepare(self, scratch: Path, set_name: str, names: Sequence[str], custom: _Custom) -> dict[str, Any]:
-        """The manifests of the parts `names`, and perhaps of others, by name."""
+        """The manifests of at least the parts `names`, by the name of the part."""
         import lhotse.recipes
         from lhotse.audio.backend import get_current_audio_backend, set_current_audio_backend
 
@@ -122,7 +123,8 @@ class LhotseRecipeCorpus(FileCorpus):
         with told_as(f"lhotse.recipes.prepare_{self.recipe} cannot prepare {source}"), ExitStack() as stack:
             if custom.present is not None:
                 check(custom.present(source))
-            # lhotse reads all audio by libsndfile, as Starling does, and starts no other programs; some recipes print
+            # lhotse must read all audio through libsndfile, as Starling does, and not start other programs; some
+            # recipes print to standard output
             stack.enter_context(redirect_stdout(sys.stderr))
             stack.callback(set_current_audio_backend, get_current_audio_backend())
             set_current_audio_backend("LibsndfileBackend")
@@ -139,31 +141,31 @@ class LhotseRecipeCorpus(FileCorpus):
 
 
 def recipe_names() -> list[str]:
-    """The corpora that lhotse can prepare."""
+    """The names of the corpora that lhotse can prepare."""
     import lhotse.recipes
 
     return sorted(name.removeprefix("prepare_") for name in vars(lhotse.recipes) if name.startswith("prepare_"))
 
 
 Making = Callable[[Path, Sequence[str], dict[str, Any]], dict[str, Any]]
-"""A function that returns what a corpus needs for a call of lhotse's function, from the corpus's folder, the parts of
-the set, and the options."""
+"""A function whose arguments are the corpus's folder, the parts of the set, and the options. Its result is a dictionary
+that a field of `_Custom` describes."""
 
 
 @dataclass(frozen=True)
 class _Custom:
-    """Settings of a corpus that lhotse's function lacks."""
+    """Settings that adapt lhotse's function to a corpus."""
 
     present: Callable[[Path], Sequence[str]] | None = None
-    """A function that lists the parts in a folder; they are checked before lhotse's function, which can be limited to
-    some of them, is called."""
+    """A function that lists the parts in a folder, for corpora whose lhotse function can be limited to some parts. The
+    parts of a set are checked before the function is called."""
     arguments: Making = lambda folder, parts, options: {}
-    """A function that returns default arguments of lhotse's function."""
+    """A function that returns default arguments for lhotse's function."""
     prepare: Making | None = None
     """A function that returns the manifests of each part, used instead of lhotse's function."""
     rewrite: Rewriting = ()
     speaker: Callable[[str], str] | None = None
-    """A function that returns the speaker for the id of an utterance, where lhotse's speaker is wrong."""
+    """A function that returns the speaker for an utterance's id, for corpora in which lhotse's speaker is wrong."""
 
 
 def _dataset_parts(folder: Path, parts: Sequence[str], options: dict[str, Any]) -> dict[str, Any]:
@@ -177,8 +179,8 @@ def _peoples_speech_parts(folder: Path) -> list[str]:
 
 
 def _peoples_speech(folder: Path, parts: Sequence[str], options: dict[str, Any]) -> dict[str, Any]:
-    """The manifests of the wanted parts only: `prepare_peoples_speech` needs all parts, and reads all of them for each
-    set."""
+    """The manifests of only the requested parts. `prepare_peoples_speech` is not used because it needs all parts, and
+    reads all of them for each set."""
     from lhotse.recipes.peoples_speech import _prepare_subset
 
     made = {part: _prepare_subset(part, folder, int(options.get("num_jobs", 1))) for part in parts}
@@ -191,7 +193,8 @@ def _commonvoice(folder: Path, parts: Sequence[str], options: dict[str, Any]) ->
 
 
 def _switchboard(folder: Path, parts: Sequence[str], options: dict[str, Any]) -> dict[str, Any]:
-    """Arguments for absolute paths and no download: without `transcripts_dir`, lhotse fetches the transcripts."""
+    """Arguments that make paths absolute and prevent a download: without `transcripts_dir`, lhotse downloads the
+    transcripts."""
     transcripts = folder / "swb_ms98_transcriptions"
     if "transcripts_dir" not in options and not transcripts.is_dir():
         raise DataError(
@@ -208,36 +211,36 @@ _CUSTOMS = {
     "commonvoice": _Custom(
         lambda folder: sorted(f"{file.parent.name}/{file.stem}" for file in folder.glob("*/*.tsv")), _commonvoice
     ),
-    # no speakers are known; utterances of one recording session have one id but for its number
+    # speakers are unknown; the ids of utterances from one recording session differ only in their last number
     "peoples_speech": _Custom(
         _peoples_speech_parts, prepare=_peoples_speech, speaker=lambda utterance: utterance.rpartition("_")[0]
     ),
     "gigaspeech": _Custom(
         lambda folder: ["XS", "S", "M", "L", "XL", "DEV", "TEST"],
         _dataset_parts,
-        # punctuation and what is not speech, as its authors' scoring script treats them
+        # remove punctuation and non-speech, as the scoring script of the corpus's authors does
         rewrite=((r"<(COMMA|PERIOD|QUESTIONMARK|EXCLAMATIONPOINT|SIL|MUSIC|NOISE|OTHER)>", " "),),
-        speaker=lambda utterance: utterance.rpartition("_")[0],  # lhotse's is N/A; this is the recording
+        speaker=lambda utterance: utterance.rpartition("_")[0],  # the recording, because lhotse's speaker is N/A
     ),
     "switchboard": _Custom(
         arguments=_switchboard,
-        # much as in Kaldi's recipe, but without noises and broken words
+        # similar to Kaldi's recipe, but removes noises and broken words
         rewrite=(
             (r"\[laughter-([^]\s]+)\]", r"\1"),  # a word said while laughing
             (r"\[[^]\s]+/([^]\s]+)\]", r"\1"),  # mispronounced: [said/meant]
-            (r"(?<!\S)\S*\[[^]]*\]\S*(?!\S)", " "),  # noises, and words of which a part was not said
+            (r"(?<!\S)\S*\[[^]]*\]\S*(?!\S)", " "),  # noises, and words that were spoken only in part
             (r"<[^>\s]*>", " "),  # asides
             (r"[{}]", ""),  # coined words
             (r"_\d+(?!\S)", ""),  # variants of pronunciation
         ),
-        speaker=lambda utterance: utterance.partition("-")[0],  # sw2001A; lhotse names A for both sides
+        speaker=lambda utterance: utterance.partition("-")[0],  # such as sw2001A; lhotse names A for both sides
     ),
 }
-"""The settings of some corpora, by the name of lhotse's recipe."""
+"""The settings of corpora that need any, by the name of lhotse's recipe."""
 
 
 def _parts(manifests: Any, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """All dictionaries with recordings and supervisions, each with its path of keys."""
+    """Yield all dictionaries with recordings and supervisions, each with its path of keys."""
     if isinstance(manifests, tuple) and len(manifests) == 2:
         manifests = {"recordings": manifests[0], "supervisions": manifests[1]}
     if not isinstance(manifests, dict):
@@ -250,8 +253,8 @@ def _parts(manifests: Any, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _cuts(manifests: dict[str, Any]) -> Iterator[Any]:
-    """A cut for each supervision. Cuts are sorted, because the order of files in a folder differs between machines,
-    unless the manifests are read lazily from a file."""
+    """An iterator over cuts, one for each supervision. Unless the manifests are read lazily from a file, the cuts are
+    sorted, because the order of files in a folder differs between machines."""
     from lhotse import CutSet
 
     cuts = CutSet.from_manifests(recordings=manifests["recordings"], supervisions=manifests["supervisions"])
@@ -279,7 +282,7 @@ def check_archive(path: Path) -> None:
     if not path.is_file():
         raise DataError(f"{path}: not a regular file")
     seen: set[str] = set()
-    with told_as(f"{path}: cannot be read as Shar"), tarfile.open(path, "r:") as tar:  # a compressed one could expand
+    with told_as(f"{path}: cannot be read as Shar"), tarfile.open(path, "r:") as tar:  # compressed tars could be bombs
         for member in tar:
             name = member.name
             if ".." in PurePosixPath(name).parts or name.startswith("/"):
@@ -295,9 +298,10 @@ _REFUSED_SOURCES = ("command", "url")
 
 
 class LhotseCorpus(NamedSets):
-    """Manifests of lhotse cuts (`.jsonl`, `.jsonl.gz`), or Shar folders; each cut has one transcribed supervision.
+    """Manifests of lhotse cuts (`.jsonl`, `.jsonl.gz`), or Shar folders. Each cut must have one transcribed
+    supervision.
 
-    Relative audio paths start at the working folder, as in lhotse, unless `audio_root` is set.
+    As in lhotse, audio paths are relative to the working folder, unless `audio_root` is set.
     """
 
     kind: Literal["lhotse"]
@@ -335,7 +339,7 @@ def _shar_cuts(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def utterance_of(cut: Any, utterance_id: str | None, origin: str, channel: int | None, root: Path | None) -> Utterance:
-    """One cut as an utterance, with `utterance_id` or, if that is None, the cut's id."""
+    """Convert a cut to an utterance. The utterance's id is `utterance_id` or, if that is None, the cut's id."""
     name = str(getattr(cut, "id", "?"))
     try:
         spoken = [each for each in getattr(cut, "supervisions", ()) if each.text is not None]
@@ -366,15 +370,15 @@ def _tracks_and_sources(cut: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _segment(cut: Any) -> str:
-    """A cut's audio files, start and duration."""
+    """A cut's audio files, start and duration, as a string."""
     _, sources = _tracks_and_sources(cut)
     return " ".join([*(str(each.source) for each in sources if each.type == "file"), str(cut.start), str(cut.duration)])
 
 
 def _load(cut: Any, origin: str, channel: int | None, root: Path | None) -> Audio:
-    """The audio of a cut."""
+    """The audio of a cut. Raises DataError if it cannot be read."""
     name = f"{origin} (cut {cut.id})"
-    with told_as(f"{name}: cannot be read as audio"):  # its fields may be of any type
+    with told_as(f"{name}: cannot be read as audio"):  # the cut's fields may have any type
         return _loaded(cut, name, channel, root)
 
 
@@ -405,7 +409,7 @@ def _loaded(cut: Any, name: str, channel: int | None, root: Path | None) -> Audi
 
 
 def _inside(root: Path | None, name: str) -> Path:
-    """The path of an audio file: unchanged without `root`, otherwise inside it."""
+    """The path of the audio file `name`. Unless `root` is None, the path must be inside `root`."""
     if root is None:
         return Path(name)
     path = root / name

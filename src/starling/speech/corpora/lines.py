@@ -15,13 +15,13 @@ from starling.errors import DataError
 
 MAX_LINE_BYTES = 1 << 20
 MAX_EXPANSION = 200
-"""Maximum expansion of a compressed manifest; JSON Lines reach about 30."""
+"""Maximum ratio by which a compressed manifest may expand; JSON Lines reach about 30."""
 _FREE_BYTES = 64 << 20
 
 
 @contextmanager
 def told_as(problem: str) -> Iterator[None]:
-    """Raise any error of another library within this context as a DataError that begins with `problem`."""
+    """A context manager that raises any error of another library as a DataError whose message begins with `problem`."""
     try:
         yield
     except DataError:
@@ -31,7 +31,7 @@ def told_as(problem: str) -> Iterator[None]:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Number (from 1) and text of each non-blank line of a text file, which may be gzipped.
+    """Yield the number (from 1) and the text of each non-blank line of a text file, which may be gzipped.
 
     Raises:
         DataError: The file is missing, not a regular file, not UTF-8 or a decompression bomb, or has a line over 1 MiB.
@@ -60,10 +60,10 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Number and object of each non-blank line of a JSONL file.
+    """Yield the line number and the object of each non-blank line of a JSONL file.
 
     Raises:
-        DataError: As for `read_lines`, or a line is not a JSON object.
+        DataError: The file violates a limit of `read_lines`, or a line is not a JSON object.
     """
     for number, line in read_lines(path):
         try:
@@ -88,10 +88,10 @@ def field(item: dict[str, Any], name: str, origin: str) -> str:
 
 
 def seconds(item: dict[str, Any], name: str, origin: str) -> float | None:
-    """A field in seconds, finite and not negative; None if it is absent.
+    """A field in seconds, which must be finite and not negative; None if the field is absent.
 
     Raises:
-        DataError: The field has another value.
+        DataError: The field has any other value.
     """
     value = item.get(name)
     if value is None:
@@ -102,10 +102,10 @@ def seconds(item: dict[str, Any], name: str, origin: str) -> float | None:
 
 
 def write_table(path: Path, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Write a list atomically.
+    """Write a table atomically.
 
     Raises:
-        DataError: It cannot be written.
+        DataError: The file cannot be written.
     """
     text = io.StringIO()
     table = csv.writer(text, dialect="excel-tab", lineterminator="\n")
@@ -117,8 +117,8 @@ def write_table(path: Path, header: Sequence[str], rows: Iterable[Sequence[objec
 def read_table(
     path: Path, columns: Sequence[str], dialect: str = "excel-tab", has_more: bool = False
 ) -> Iterator[tuple[int, dict[str, str]]]:
-    """Line number and fields of each row of a table, by default in the format of `write_table`. With `has_more`, the
-    table may have further columns.
+    """Yield the line number and the fields of each row of a table, by default in the format of `write_table`. With
+    `has_more`, the table may have further columns.
 
     Raises:
         DataError: The file is missing, is not such a table, or exceeds the limits of `read_lines`.
@@ -127,7 +127,7 @@ def read_table(
 
     def lines() -> Iterator[str]:
         nonlocal line
-        for line, text in read_lines(path):  # noqa: B007 - the line of the newest row
+        for line, text in read_lines(path):  # noqa: B007 - the number is that of the newest row
             yield text + "\n"
 
     rows = csv.reader(lines(), dialect=dialect, strict=True)
@@ -147,7 +147,7 @@ def replace_file(path: Path, text: str) -> None:
     """Write a text file atomically.
 
     Raises:
-        DataError: It cannot be written.
+        DataError: The file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

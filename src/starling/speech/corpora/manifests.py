@@ -1,4 +1,5 @@
-"""Manifests of audio files: tables, JSON Lines of NeMo and WeNet, CSV of Coqui and DeepSpeech, folders of Kaldi."""
+"""Manifests of audio files: tables, NeMo's and WeNet's JSON Lines, Coqui's and DeepSpeech's CSV, and Kaldi's
+folders."""
 
 from collections.abc import Iterator
 from pathlib import Path, PurePath
@@ -12,15 +13,15 @@ Selection = dict[str, str | tuple[str, ...]]
 
 
 class TsvCorpus(FileCorpus):
-    """Tables with a header. A set is a table of its own, or the rows of one table that have given column values.
+    """Tables with a header. A set is a whole table, or the rows of a table with given values in some columns.
 
     Audio paths are relative to the table, unless `audio_root` is set.
     """
 
     kind: Literal["tsv"]
     sets: dict[str, Selection | str]
-    """For each set, the rows to take from the table `path`, as {column: value, or list of values}, where {} means all
-    rows; or, if `path` is a folder, the name of the set's own table in it."""
+    """The rows of the table `path` that each set contains, as {column: value, or list of values}, where {} means all
+    rows. If `path` is a folder, the name of each set's table in the folder."""
     id: str = "id"
     """Name of the column with the utterance id."""
     speaker: str = "speaker"
@@ -60,9 +61,9 @@ class TsvCorpus(FileCorpus):
 
 
 class NemoCorpus(NamedSets):
-    """NeMo manifests: `audio_filepath`, `text`, and optionally `offset`, `duration`, `speaker`, `id`.
+    """NeMo manifests with the fields `audio_filepath`, `text`, and optionally `offset`, `duration`, `speaker` and `id`.
 
-    Without `id`, the id is made from the name of the audio file and the offset, if any.
+    Without `id`, the id is made from the name of the audio file and the offset, if there is one.
     """
 
     kind: Literal["nemo"]
@@ -80,7 +81,7 @@ class NemoCorpus(NamedSets):
 
 
 class WenetCorpus(NamedSets):
-    """WeNet lists: `key`, `wav`, `txt`, and optionally `start` and `end` in seconds, `speaker`."""
+    """WeNet lists with the fields `key`, `wav`, `txt`, and optionally `start` and `end` in seconds, and `speaker`."""
 
     kind: Literal["wenet"]
 
@@ -95,7 +96,7 @@ class WenetCorpus(NamedSets):
 
 
 def id_of_file(name: str) -> str:
-    """An id made from the name of an audio file: without suffix, folders joined by '-', no spaces."""
+    """An id made from the name of an audio file. It has no suffix and no spaces, and folders are joined with '-'."""
     if not PurePath(name).name:
         return ""  # no file has such a name
     parts = PurePath(name).with_suffix("").parts
@@ -103,7 +104,7 @@ def id_of_file(name: str) -> str:
 
 
 class CoquiCorpus(NamedSets):
-    """CSV files with the columns `wav_filename`, `transcript` and optionally `wav_filesize` (not read) and `speaker`.
+    """CSV files with the columns `wav_filename`, `transcript`, and optionally `wav_filesize` (not used) and `speaker`.
 
     The id is made from the name of the audio file.
     """
@@ -118,7 +119,7 @@ class CoquiCorpus(NamedSets):
 
 
 class KaldiCorpus(NamedSets):
-    """Folders with `wav.scp`, `text` and optionally `utt2spk` and `segments`. Pipes in `wav.scp` are an error.
+    """Kaldi folders with `wav.scp`, `text`, and optionally `utt2spk` and `segments`. A pipe in `wav.scp` is an error.
 
     lhotse's Kaldi importer is not used, because it runs pipes and stops at the first unreadable file.
     """
@@ -153,7 +154,7 @@ class KaldiCorpus(NamedSets):
 
 
 def _table(path: Path, empty_values: bool = False) -> dict[str, tuple[int, str]]:
-    """The entries of a Kaldi text file: key -> (line, value)."""
+    """The entries of a Kaldi text file, as a mapping from the key to the line number and the value."""
     table: dict[str, tuple[int, str]] = {}
     for number, line in read_lines(path):
         key, *rest = line.split(maxsplit=1)
@@ -166,7 +167,8 @@ def _table(path: Path, empty_values: bool = False) -> dict[str, tuple[int, str]]
 
 
 def _segment(path: Path, line: int, value: str) -> tuple[int, str, float, float | None]:
-    """Line, recording, start and duration in seconds; an end of -1 is the end of the recording."""
+    """Parse an entry of `segments`. Returns the line number, the recording, and its start and duration in seconds. An
+    end of -1 stands for the end of the recording."""
     try:
         recording, first, last = value.split()
         start, end = float(first), float(last)

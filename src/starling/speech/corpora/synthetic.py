@@ -24,7 +24,7 @@ ACCENTS = ("en", "en-us", "en-gb-scotland", "en-gb-x-rp", "en-us-nyc")
 
 @dataclass(frozen=True)
 class Words:
-    """The words of a language, and the accents of espeak-ng that say them."""
+    """The words of a language, and the espeak-ng accents that pronounce them."""
 
     digits: tuple[str, ...]
     commands: tuple[str, ...]
@@ -60,19 +60,20 @@ VOICES = {
     "dev": ("m2", "shelby", "Michael", "paul"),
     "test": ("m3", "m7", "f4", "Annie", "gustave", "rob", "steph"),
 }  # fmt: skip
-"""espeak-ng's natural-sounding voice variants, by set.
+"""espeak-ng's natural-sounding voice variants, by the set in which they speak.
 
 Variants that are very similar to others are excluded, and so are all variants with `breath`, whose noise differs
 between processes.
 """
 LEVEL = 0.07
-"""Mean level of utterances, as root mean square; the levels of utterances vary around it."""
+"""Mean level of utterances, as a root mean square. The levels of single utterances vary around it."""
 
 
 def add_noise(
     speech: NDArray[np.float32], random: np.random.Generator, snr: tuple[float, float]
 ) -> NDArray[np.float32]:
-    """The speech `[T]` at a random level, with coloured noise at a random signal-to-noise ratio within `snr` dB."""
+    """Set speech `[T]` to a random level, and add coloured noise at a random signal-to-noise ratio in the range `snr`,
+    in dB."""
     loudness = LEVEL * 10 ** (random.uniform(-6, 6) / 20)
     noise = random.standard_normal(len(speech))
     noise = np.convolve(noise, [1.0, random.uniform(0.0, 0.95)], mode="same")
@@ -89,7 +90,8 @@ def _rms(samples: NDArray[np.floating]) -> float:
 def draw_text(
     random: np.random.Generator, digits: tuple[int, int], commands: float, words: Words = LANGUAGES["en"]
 ) -> str:
-    """A command with probability `commands`, otherwise a string of digits whose length is in the range `digits`."""
+    """Draw a command with probability `commands`, and otherwise a string of digits with a length in the range
+    `digits`."""
     if random.random() < commands:
         return str(random.choice(words.commands))
     count = int(random.integers(digits[0], digits[1] + 1))
@@ -104,7 +106,7 @@ def draw_sentence(
     pitches: tuple[int, int],
     accents: Sequence[str] = ACCENTS,
 ) -> Sentence:
-    """The text as a sentence with a random accent, voice, rate and pitch."""
+    """Make the text a sentence with a random accent, voice, rate and pitch."""
     return Sentence(
         text=text.lower(),
         voice=f"{random.choice(accents)}+{random.choice(voices)}",
@@ -115,7 +117,10 @@ def draw_sentence(
 
 
 class SyntheticCorpus(Config):
-    """Speech synthesised by espeak-ng; sets have no voices in common. Needs `pip install 'starling-asr[demo]'`."""
+    """Speech synthesised by espeak-ng. The sets have no voices in common.
+
+    Requires `pip install 'starling-asr[demo]'`.
+    """
 
     kind: Literal["synthetic"]
     sets: dict[Literal["train", "dev", "test"], PositiveInt] = Field(min_length=1)
@@ -123,7 +128,7 @@ class SyntheticCorpus(Config):
     seed: int = Field(default=0, ge=0)
     """The seed of voices, words and noise."""
     language: Literal["en", "de", "es"] = "en"
-    """The language that is spoken: English, German or Spanish."""
+    """The spoken language: English, German or Spanish."""
     digits: tuple[int, int] = (2, 5)
     """Minimum and maximum number of digits in a string."""
     commands: float = Field(default=0.4, ge=0, le=1)
@@ -145,12 +150,12 @@ class SyntheticCorpus(Config):
 
     @property
     def without_effect(self) -> dict[str, Any]:
-        """The keys that no prepared set depends on, for pydantic's `exclude`; English sets have the same settings as
-        before there were other languages."""
+        """The keys that no prepared set depends on, for pydantic's `exclude`. For English they include `language`, so
+        that sets prepared before there were other languages remain valid."""
         return {"language": True} if self.language == "en" else {}
 
     def maker(self, set_name: str) -> str:
-        """What a set depends on besides its settings: the voices and words of this version."""
+        """A description of what a set depends on besides its settings: the voices and words of this version."""
         words = LANGUAGES[self.language]
         return " ".join([*VOICES[set_name], *words.accents, *words.digits, *words.commands])
 

@@ -1,4 +1,4 @@
-"""Utterances, as all importers yield them, and the base classes of importers."""
+"""The utterances that all importers yield, and the base classes of importers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from starling.speech.audio import Audio, read_audio
 class Utterance:
     """One transcribed utterance of a corpus, whose audio has not been read.
 
-    `origin` is the file or manifest line it comes from; `read` returns the audio or raises `DataError`. An importer's
-    utterances can be pickled.
+    `origin` is the file or the manifest line that the utterance comes from. `read` returns the audio or raises
+    `DataError`. The utterances of an importer can be pickled.
     """
 
     id: str
@@ -24,27 +24,27 @@ class Utterance:
     origin: str
     read: Callable[[], Audio]
     segment: str = ""
-    """The file and the segment of it that `read` reads, unless the settings of the corpus determine them."""
+    """The file, and its segment, that `read` reads; empty if the settings of the corpus determine them."""
     wordless: str = ""
-    """Marks, such as `<NOISE>`, that make up the whole transcript: the utterance is left out."""
+    """Marks, such as `<NOISE>`, if the transcript consists only of them. The utterance is then left out."""
 
 
 class FileCorpus(Config):
     """The base class of importers for manifests of audio files."""
 
     path: Path | tuple[Path, ...]
-    """The path of the corpus, or several paths where it may be: the first that exists is used."""
+    """The path of the corpus, or several paths, of which the first that exists is used."""
     audio_root: Path | None = None
-    """The folder at which relative audio paths start; by default the folder of the manifest. Audio outside it is an
-    error, except for absolute paths if this is not set."""
+    """The folder to which audio paths are relative; by default, the folder of the manifest. Audio outside the folder is
+    an error, except that absolute paths are allowed by default."""
     channel: int | None = None
-    """The channel to read, from 0. If it is not set, audio with several channels is an error."""
+    """The channel to read, counted from 0. If it is not set, audio with several channels is an error."""
 
     def located(self) -> Path:
-        """The first existing place in `path`.
+        """The first path in `path` that exists.
 
         Raises:
-            DataError: None exists; the message names all of them.
+            DataError: None of the paths exists. The message names all of them.
         """
         places = self.path if isinstance(self.path, tuple) else (self.path,)
         for place in places:
@@ -56,10 +56,10 @@ class FileCorpus(Config):
         )
 
     def inside(self, set_name: str, name: str) -> Path:
-        """The file or folder `name` inside `path` that a set is read from.
+        """The file or folder `name` inside `path` from which a set is read.
 
         Raises:
-            DataError: It is missing, or outside the corpus.
+            DataError: The file or folder is missing, or is outside the corpus.
         """
         base = self.located()
         if ".." in Path(name).parts or Path(name).is_absolute():
@@ -70,28 +70,30 @@ class FileCorpus(Config):
         return path
 
     def maker(self, set_name: str) -> str:
-        """What a set depends on besides its settings; here, nothing."""
+        """A description of what a set depends on besides its settings. The default is empty: a set depends on nothing
+        else."""
         return ""
 
     def utterance(
         self,
         manifest: Path,
         line: int,
-        id: str,  # noqa: A002 - as in an Utterance
+        id: str,  # noqa: A002 - same name as in `Utterance`
         speaker: str,
         text: str,
         audio: str,
         start: float = 0.0,
         duration: float | None = None,
     ) -> Utterance:
-        """An utterance of an audio file; start and duration are in seconds."""
+        """An utterance in an audio file, with its start and duration in seconds."""
         origin = f"{manifest}:{line}"
         path = self.audio_path(manifest, origin, audio)
         read = partial(read_audio, path, start, duration, self.channel)
         return Utterance(id, speaker, text, origin, read, f"{path} {start} {duration}")
 
     def audio_path(self, manifest: Path, origin: str, name: str) -> Path:
-        """The path of the audio file `name` of a manifest: inside `audio_root`, or an absolute path."""
+        """The path of the audio file `name` in a manifest. It must be inside `audio_root`, or may be absolute if
+        `audio_root` is not set."""
         root = (self.audio_root or (manifest if manifest.is_dir() else manifest.parent)).resolve()
         if not name or "\0" in name:
             raise DataError(f"{origin}: {name!r} is not a usable name for an audio file")
@@ -119,6 +121,6 @@ class NamedSets(FileCorpus):
         """The file or folder of a set.
 
         Raises:
-            DataError: It is missing, or outside the corpus.
+            DataError: The file or folder is missing, or is outside the corpus.
         """
         return self.inside(set_name, self.sets[set_name])

@@ -65,9 +65,11 @@ class BeamSearch:
     """Finds the best hypotheses for the log-probabilities of CTC.
 
     Args:
-        tokenizer: The tokenizer of the network's outputs. lm: An ARPA file with n-grams of words for a closed
-        vocabulary, or of tokens (`Tokenizer.names`) for an open one. words: The closed vocabulary; None allows any
-        sequence of tokens. frame_seconds: Seconds between two rows of log-probabilities.
+        tokenizer: The tokenizer of the network's outputs.
+        lm: An ARPA file with n-grams of words for a closed vocabulary, or of tokens (`Tokenizer.names`) for an open
+            one.
+        words: The closed vocabulary; None allows any sequence of tokens.
+        frame_seconds: Seconds between two rows of log-probabilities.
     """
 
     def __init__(

@@ -1,5 +1,8 @@
-"""Searches without a language model: greedy CTC decoding, and greedy and beam search with a decoder. An attention
-decoder can also score given texts, and listed phrases can replace words of a text where CTC's outputs support them."""
+"""Searches without a language model: greedy CTC decoding, and greedy and beam search with a decoder.
+
+An attention decoder can also score given texts, and listed phrases can replace words of a text where CTC's outputs
+support them.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -309,8 +312,8 @@ class Phrases:
         return _chosen(found, len(scores))
 
     def _boundaries(self, scores: NDArray[np.float64]) -> Iterable[tuple[int, float, float]]:
-        """Yield, for each frame of `[T, V]`, the likeliest token that is or begins with a word boundary, its score, and
-        the score of the second likeliest such token, which may follow the same token. Yield also a boundary after the
+        """For each frame of `[T, V]`, the likeliest token that is or begins with a word boundary, its score, and the
+        score of the second likeliest such token, which may follow the same token. There is also a boundary after the
         last frame, which costs nothing."""
         tokens = np.array([*self._starts, -1, -1])
         each = np.pad(scores[:, self._starts], ((0, 1), (0, 2)), constant_values=-np.inf)

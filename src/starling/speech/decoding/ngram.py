@@ -14,8 +14,8 @@ from starling.speech.corpora.lines import read_lines, replace_file
 BEGIN, END, UNKNOWN = "<s>", "</s>", "<unk>"
 _SPECIAL = (BEGIN, END, UNKNOWN)
 _FALLBACK = (0.5, 1.0, 1.5)
-"""Discounts for counts of 1, 2, and 3 or more if there is too little data to estimate them. KenLM uses the same
-values."""
+"""Discounts for counts of 1, of 2, and of 3 or more, used if there are too few data to estimate them. KenLM uses the
+same values."""
 _NEVER = -99.0  # the log10 probability of `<s>`, by convention
 Gram = tuple[str, ...]
 
@@ -52,7 +52,7 @@ class NgramModel:
         return [word for (word,) in self.probabilities[0] if word not in _SPECIAL]
 
     def log10(self, word: str, history: Sequence[str]) -> float:
-        """log10 p(word | history). A word that the model does not know counts as `<unk>`."""
+        """The logarithm log10 p(word | history). A word that the model does not know counts as `<unk>`."""
         known = self.probabilities[0]
         if (word,) not in known:
             word = UNKNOWN
@@ -145,8 +145,8 @@ def estimate(sentences: Iterable[Sequence[str]], order: int) -> NgramModel:
 
     References:
         Chen and Goodman, "An empirical study of smoothing techniques for language modeling", Computer Speech and
-        Language 13 (1999), section 3 and equation 26. Heafield et al., "Scalable modified Kneser-Ney language model
-        estimation", ACL 2013.
+        Language 13 (1999), section 3 and equation 26.
+        Heafield et al., "Scalable modified Kneser-Ney language model estimation", ACL 2013.
 
     Raises DataError if there are no words, or if a word is `<s>`, `</s>` or `<unk>`.
     """

@@ -1,4 +1,4 @@
-"""`starling export`: a trained model in its own folder, for use without its experiment."""
+"""`starling export`, which writes a trained model to its own folder, for use without its experiment."""
 
 import re
 import shutil
@@ -52,11 +52,11 @@ def export(
     is_best: bool = False,
     average: int | None = None,
 ) -> None:
-    """Write the model that `starling evaluate` would score with the same options to a new `folder`, either completely
-    or not at all.
+    """Write the model that `starling evaluate` would score with the same options to a new `folder`. The folder is
+    written either completely or not at all.
 
-    `with_onnx` adds ONNX, and a program that transcribes with it. Raises ConfigError if the folder exists, and for a
-    model that cannot be written as ONNX; CheckpointError if there is no model.
+    `with_onnx` adds ONNX graphs, and a program that transcribes with them. Raises ConfigError if the folder exists or
+    the model cannot be written as ONNX, and CheckpointError if there is no model.
     """
     if with_onnx:
         require("export", "starling export --onnx", ("onnx", "onnxruntime"))
@@ -66,10 +66,10 @@ def export(
     recogniser = load_recogniser(experiment, is_best, average)
     recogniser.model.cpu()
     partial = partial_folder(folder)
-    shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
+    shutil.rmtree(partial, ignore_errors=True)  # left by an export that was killed
     try:
         recogniser.save(partial)
-        names = [name or "<blk>" for name in recogniser.tokenizer.names]  # as other toolkits write them
+        names = [name or "<blk>" for name in recogniser.tokenizer.names]  # as other toolkits write the names
         lines = "".join(f"{name} {number}\n" for number, name in enumerate(names))
         (partial / "tokens.txt").write_text(lines, encoding="utf-8")
         _write_language(source, recipe, partial)
@@ -88,7 +88,7 @@ def export(
     for name, what in (*files, ("README.md", "the model card; fill in the licence")):
         tell(f"{folder / name}: {what}")
     if recogniser.decoder is not None:
-        tell("the decoder is in model.safetensors; only Starling runs it")
+        tell("the decoder is in model.safetensors; only Starling can run it")
 
 
 def _write_language(experiment: ExperimentFolder, recipe: Recipe, folder: Path) -> None:
@@ -107,8 +107,8 @@ def _write_language(experiment: ExperimentFolder, recipe: Recipe, folder: Path) 
 def _card(
     recipe: Recipe, experiment: ExperimentFolder, recogniser: Recogniser, which: str, files: Sequence[tuple[str, str]]
 ) -> str:
-    """The model card in Markdown. `which` says which of the experiment's models it describes; `files` are names and
-    contents."""
+    """The model card in Markdown. `which` says which of the experiment's models the card describes; `files` are the
+    names of the files and descriptions of their contents."""
     return "\n".join(
         [
             *("---", "license: unknown  # fill in", "tags: [automatic-speech-recognition, starling]", "---", ""),
@@ -155,7 +155,7 @@ def _ms(seconds: float) -> str:
 
 
 def _data(recipe: Recipe) -> Iterator[str]:
-    """Descriptions of the sets, by name and without paths."""
+    """Yield lines that describe the sets, by name and without paths."""
     yield f"Corpus of kind `{recipe.data.corpus.kind}`; text normaliser: `{recipe.data.text}`."
     yield ""
     for _, name in recipe.training_sets:
@@ -171,7 +171,7 @@ def _data(recipe: Recipe) -> Iterator[str]:
 
 
 def _scores(experiment: ExperimentFolder) -> Iterator[str]:
-    """A table of the scores that `starling evaluate` has written."""
+    """Yield the lines of a table of the scores that `starling evaluate` has written."""
     rows = []
     for path in sorted(experiment.decode.rglob("wer-summary-*.txt")):
         text = path.read_text(encoding="utf-8")
@@ -190,7 +190,7 @@ def _scores(experiment: ExperimentFolder) -> Iterator[str]:
 
 
 def _limits(recogniser: Recogniser) -> Iterator[str]:
-    yield "* It knows speech like that of its training data: other speakers, rooms, topics and languages cost accuracy."
-    yield "* Its texts contain only characters of the training texts, and have no confidence attached."
+    yield "* The model is less accurate for speakers, rooms, topics and languages that differ from its training data."
+    yield "* Its texts contain only characters of the training texts, and have no confidence scores."
     if recogniser.latency is None:
         yield "* Memory and time grow with the length of a recording: cut long recordings at silence."

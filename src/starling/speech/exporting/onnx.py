@@ -1,4 +1,4 @@
-"""A recogniser as ONNX: the network for whole utterances, and one step of a streaming one.
+"""Writes a recogniser as ONNX: the network for whole utterances, and one step of a streaming network.
 
     model.onnx        features [B, T, F], lengths [B] -> log_probs [B, T', V], log_prob_lengths [B]
     streaming.onnx    window [B, N, F], inside [B, N], caches -> log_probs [B, C, V], next caches
@@ -30,11 +30,11 @@ from starling.speech.tokens import CharacterTokenizer
 MODEL, STREAMING = "model.onnx", "streaming.onnx"
 _OPSET = 18
 _TOLERANCE = 1e-4
-"""The largest accepted difference from torch's log-probabilities."""
+"""Largest accepted difference between onnxruntime's and torch's log-probabilities."""
 
 
 class _Step(nn.Module):
-    """One chunk of a streaming network."""
+    """A module that computes one chunk of a streaming network."""
 
     def __init__(self, network: StreamingNetwork) -> None:
         super().__init__()
@@ -46,8 +46,9 @@ class _Step(nn.Module):
 
 
 def write_onnx(recogniser: Recogniser, folder: Path) -> None:
-    """Write the files above, and compare them with torch. Raises ConfigError for a recogniser that is more than an
-    encoder with CTC, and for a network that cannot be exported or whose outputs differ."""
+    """Write the files that the module's docstring lists, and compare the outputs of the graphs with torch's. Raises
+    ConfigError if the recogniser needs more than an encoder with CTC, or if the network cannot be exported or the
+    outputs differ."""
     for only, is_other, other in (
         ("CTC", recogniser.states is not None, "was trained with loss: frames"),
         ("log-mel features", recogniser.features.config.kind == "raw", "hears samples"),
@@ -74,7 +75,8 @@ def write_onnx(recogniser: Recogniser, folder: Path) -> None:
 def _write_step(
     network: StreamingNetwork, caches: Sequence[torch.Tensor], num_features: int, path: Path
 ) -> dict[str, Any]:
-    """Write one step of two streams, whose first caches are given, and return its description."""
+    """Write one step of the network, traced with two streams whose initial caches are given. Returns a description of
+    the step."""
     size, hop = network.window()
     names = network.cache_names
     generator = torch.Generator().manual_seed(1)
@@ -101,13 +103,14 @@ def _write_step(
 def _write(
     module: nn.Module, inputs: Sequence[torch.Tensor], path: Path, names: Sequence[str], outputs: Sequence[str]
 ) -> None:
-    """Trace a module. The number of utterances varies; for whole utterances, so does the number of frames."""
+    """Trace a module and write its graph. The number of utterances is variable and, for whole utterances, so is the
+    number of frames."""
     axes: dict[str, Mapping[int, str]] = {name: {0: "batch"} for name in (*names, *outputs)}
     if "features" in names:
         axes |= {"features": {0: "batch", 1: "frames"}, "log_probs": {0: "batch", 1: "outputs"}}
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of tracing, and that its exporter is the older one
+            warnings.simplefilter("ignore")  # warnings about tracing and the older exporter
             torch.onnx.export(
                 module.eval(),
                 tuple(inputs),

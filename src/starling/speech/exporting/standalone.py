@@ -3,8 +3,8 @@
     pip install numpy onnxruntime soundfile
     python transcribe.py hello.wav
 
-Prints a line for each file: its name, a tab, and the text, by greedy CTC. With --stream, a streaming model hears the
-file chunk by chunk, and the text so far is printed on standard error after each chunk.
+Prints a line for each file: its name, a tab, and the text found by greedy CTC decoding. With --stream, a streaming
+model processes the file chunk by chunk, and the text so far is printed on standard error after each chunk.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Transcriber:
         return self.text(self.log_probs(self.features(audio, rate)).argmax(1))
 
     def stream(self, audio: Array, rate: int) -> Iterator[str]:
-        """The text after each chunk, as if the audio were still being spoken."""
+        """Yield the text so far after each chunk, as in live recognition."""
         best = list[int]()
         for log_probs in self.chunks(self.features(audio, rate)):
             best += log_probs.argmax(1).tolist()
@@ -81,7 +81,7 @@ class Transcriber:
         return features.astype(np.float32)
 
     def _energies(self, frames: Array, window: Array, bank: Array) -> Array:
-        """Log energies `[n, F]` of windows of samples `[n, length]`, as Kaldi defines them."""
+        """The log energies `[n, F]` of windows of samples `[n, length]`, as Kaldi defines them."""
         centred = frames - frames.mean(1, keepdims=True)
         before = np.concatenate([centred[:, :1], centred[:, :-1]], axis=1)
         spectrum = np.fft.rfft((centred - _PRE_EMPHASIS * before) * window, n=int(self.config["fft_length"]))
@@ -90,14 +90,14 @@ class Transcriber:
         return energies
 
     def log_probs(self, features: Array) -> Array:
-        """Log-probabilities `[T', V]` of features `[T, F]`."""
+        """The log-probabilities `[T', V]` of a whole recording with features `[T, F]`."""
         inputs = {"features": features[None], "lengths": np.array([len(features)])}
         log_probs, lengths = self._session("model.onnx").run(None, inputs)
         found: Array = log_probs[0, : int(lengths[0])]
         return found
 
     def chunks(self, features: Array) -> Iterator[Array]:
-        """Log-probabilities of a streaming model, chunk by chunk."""
+        """Yield the log-probabilities `[C, V]` of a streaming model, chunk by chunk."""
         streaming = self.config["streaming"]
         if streaming is None:
             raise ValueError("this model needs whole recordings: leave out --stream")
@@ -107,7 +107,7 @@ class Transcriber:
         chunk = hop // streaming["subsampling"]
         remaining = math.ceil(len(features) / streaming["subsampling"])
         for begin in range(0, len(features), hop):
-            places = np.arange(begin - reach, begin - reach + size)  # some before the first frame, or behind the last
+            places = np.arange(begin - reach, begin - reach + size)  # some lie before the first frame or after the last
             inside = (places >= 0) & (places < len(features))
             window = np.where(inside[:, None], features[places.clip(0, len(features) - 1)], np.float32(0.0))
             log_probs, *left = session.run(None, {"window": window[None], "inside": inside[None], **caches})
@@ -116,22 +116,22 @@ class Transcriber:
             remaining -= chunk
 
     def text(self, best: Array) -> str:
-        """The text of the best token of each frame `[T']`: repeats merged, blanks (0) dropped."""
+        """The text for the best token of each frame `[T']`. Repeated tokens are merged, and blanks (0) are dropped."""
         starts = np.diff(best, prepend=-1) != 0
         joined = "".join(self.config["tokens"][token] for token in best[starts & (best != 0)])
         return joined.replace("\u2581", " ").removeprefix(" ") if self.config["has_pieces"] else joined
 
 
 def session_of(path: Path, threads: int = 1) -> onnxruntime.InferenceSession:
-    """An ONNX network, on the CPU."""
+    """Open an ONNX network on the CPU."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
 def resample(samples: Array, rate: int, wanted: int) -> Array:
-    """Samples `[T]` at `rate` Hz, resampled to `wanted` Hz as in torchaudio: a sinc under a Hann window of 6 zero
-    crossings on either side, cut off at 0.99 of the lower Nyquist frequency."""
+    """Resample samples `[T]` from `rate` Hz to `wanted` Hz as torchaudio does: with a sinc under a Hann window that has
+    6 zero crossings on either side, cut off at 0.99 of the lower Nyquist frequency."""
     if rate == wanted:
         return samples
     step, phases = rate // math.gcd(rate, wanted), wanted // math.gcd(rate, wanted)
@@ -147,10 +147,10 @@ def resample(samples: Array, rate: int, wanted: int) -> Array:
 
 
 def main() -> int:
-    """Read the command line and transcribe the files; returns 1 if some of them cannot be read."""
+    """Read the command line and transcribe the files. Returns 1 if some files cannot be read, otherwise 0."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("files", nargs="+", metavar="FILE", help="WAV, FLAC, OGG, MP3")
-    parser.add_argument("--stream", action="store_true", help="hear each file chunk by chunk")
+    parser.add_argument("--stream", action="store_true", help="process each file chunk by chunk")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     transcriber = Transcriber(Path(__file__).resolve().parent, arguments.threads)

@@ -12,7 +12,7 @@ class SequencesConfig(Config):
     """The contents of a mini-batch; the `sequences:` section of a recipe."""
 
     frames: int = Field(default=21, ge=1)
-    """Frames of a sub-sequence; the remainder of an utterance is shorter."""
+    """Number of frames of a sub-sequence; the remainder of an utterance is shorter."""
     batch: int = Field(default=128, ge=1)
     """Number of sub-sequences in a micro-batch, drawn from all utterances."""
 
@@ -34,8 +34,9 @@ class AlignmentConfig(Config):
     """The alignment of frames to states; the `alignment:` section of a recipe."""
 
     experiment: Path | None = None
-    """An experiment or a recogniser's folder whose model aligns: a model with tied states by its scaled likelihoods, or
-    one trained with CTC. null makes a flat start, which divides each utterance equally."""
+    """The model that aligns the training set: an experiment, or a recogniser's folder. A model with tied states aligns
+    by its scaled likelihoods, and a CTC model by its best path. null makes a flat start, which divides each utterance
+    equally."""
     rounds: int | None = Field(default=None, ge=0, le=1000)
-    """Rounds of estimating a Gaussian for each state and aligning with it; null makes 20 rounds after a flat start, 5
-    after CTC, and none after a model with tied states."""
+    """Number of rounds that estimate a Gaussian for each state and align with the Gaussians. null makes 20 rounds after
+    a flat start, 5 after CTC, and none after a model with tied states."""

@@ -1,4 +1,4 @@
-"""Forced alignment: assigns each frame to a state of its transcript, without other software."""
+"""Forced alignment, which assigns each frame to a state of its transcript. It needs no other software."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,28 +13,29 @@ from starling.speech.hybrid.tying import ContextState, StateSpeller, StateTree, 
 from starling.speech.hybrid.viterbi import best_path, ctc_spans
 
 SPLICE = 2
-"""Number of neighbours on either side that the Gaussians hear with a frame."""
+"""Number of neighbouring frames on either side that are joined to a frame for the Gaussians."""
 _SMALLEST = 1e-2
-"""Share of the mean variance within states that is added to each variance: bands that never change have none."""
+"""Share of the mean variance within states that is added to each variance, because bands that never change have a
+variance of 0."""
 _MOST_SCORES = 1 << 23
-"""Number of scores (utterances x frames x positions) that are computed together."""
+"""Maximum number of scores (utterances x frames x positions) that are computed together."""
 
 Labels = list[NDArray[np.int32]]
-"""For each utterance, a label for each of its positions or frames."""
+"""Labels of the positions or frames of each utterance."""
 Scorer = Callable[[Sequence[int]], Tensor]
-"""Log-likelihoods of all labels in the frames of some utterances, `[B, T, K]`."""
+"""A function that returns the log-likelihoods `[B, T, K]` of all labels in the frames of the given utterances."""
 
 
 @dataclass(frozen=True)
 class StateSequences:
-    """The states that the frames of each utterance go through, in order: its positions."""
+    """The states that the frames of each utterance pass through, in order. Each state in this order is a position."""
 
     states: list[ContextState]
-    """All states that occur, each once."""
+    """All states that occur, without repetitions."""
     rows: Labels
-    """The index in `states` of each position."""
+    """The index in `states` of each position, for each utterance."""
     optional: list[NDArray[np.bool_]]
-    """Whether a position may be skipped."""
+    """Whether each position may be skipped, for each utterance."""
 
     @classmethod
     def of(cls, texts: Sequence[tuple[str, str]], speller: StateSpeller) -> "StateSequences":
@@ -48,14 +49,14 @@ class StateSequences:
         return cls(list(known), rows, optional)
 
     def labelled(self, labels: Sequence[int]) -> Labels:
-        """A label for each position, given one for each of `states`."""
+        """The label of each position, given the label of each state in `states`."""
         table = np.asarray(labels, np.int32)
         return [table[row] for row in self.rows]
 
 
 def flat_start(transcripts: StateSequences, lengths: NDArray[np.int64]) -> Labels:
-    """The position of each frame when an utterance's frames are divided equally among its positions or, where it has
-    too few frames, among those that may not be skipped."""
+    """The position of each frame if the frames of an utterance are divided equally among its positions. If there are
+    too few frames, they are divided among the positions that may not be skipped."""
     positions = []
     for optional, length in zip(transcripts.optional, lengths.tolist(), strict=True):
         places = np.arange(len(optional)) if length >= len(optional) else np.flatnonzero(~optional)
@@ -67,10 +68,11 @@ def align(lengths: NDArray[np.int64], labels: Labels, optional: Sequence[NDArray
     """The position of each frame of each utterance on the path of the highest likelihood.
 
     Args:
-        lengths: Frames of each utterance, `[U]`: at least as many as it has positions that are not optional.
+        lengths: The number of frames of each utterance, `[U]`, which must be at least its number of positions that are
+            not optional.
         labels: The label whose likelihood counts at each position.
         optional: Whether a position may be skipped.
-        scorer: The function that gives the likelihoods.
+        scorer: The function that computes the likelihoods.
     """
     positions: Labels = [np.zeros(0, np.int32)] * len(labels)
     for chosen in _together(lengths, [len(row) for row in labels]):
@@ -88,8 +90,8 @@ def align(lengths: NDArray[np.int64], labels: Labels, optional: Sequence[NDArray
 
 
 class Gaussians:
-    """A Gaussian for each of K labels, over frames of D dimensions; all with one covariance, so that the difference of
-    two log-likelihoods is linear in the frame."""
+    """A Gaussian for each of K labels, over frames of D dimensions. All Gaussians share one covariance, so that the
+    difference of two log-likelihoods is linear in the frame."""
 
     def __init__(self, num_labels: int, size: int) -> None:
         self.counts = torch.zeros(num_labels, dtype=torch.float64)
@@ -97,7 +99,7 @@ class Gaussians:
         self.squares = torch.zeros(size, size, dtype=torch.float64)
 
     def add(self, frames: Tensor, labels: Tensor) -> None:
-        """Count frames `[N, D]` with labels `[N]`."""
+        """Add frames `[N, D]` with labels `[N]` to the statistics."""
         frames = frames.double()
         self.counts.index_add_(0, labels, torch.ones(len(labels), dtype=torch.float64))
         self.sums.index_add_(0, labels, frames)
@@ -115,7 +117,7 @@ class Gaussians:
         return within + _SMALLEST * within.diagonal().mean().clamp(min=1e-6) * torch.eye(len(within))
 
     def linear(self) -> tuple[Tensor, Tensor]:
-        """Weights `[D, K]` and biases `[K]` that give log-likelihoods, up to a term that all labels share."""
+        """Weights `[D, K]` and biases `[K]` that map a frame to log-likelihoods, up to a term that all labels share."""
         means = self.means()
         weights = torch.linalg.solve(self.within(), means.T)
         biases = -0.5 * (means * weights.T).sum(1)
@@ -125,8 +127,9 @@ class Gaussians:
 def align_with_gaussians(
     frames: Frames, transcripts: StateSequences, positions: Labels, rounds: int
 ) -> tuple[Labels, float]:
-    """Positions after `rounds` rounds of estimating a Gaussian for each state of a unit, whatever its context, and
-    aligning with them (Viterbi training), and the share of frames that the last round moved to another state."""
+    """Improve `positions` by Viterbi training. Each of the `rounds` rounds estimates a Gaussian for each state of a
+    unit, whatever its context, and aligns with the Gaussians. Returns the new positions, and the share of frames that
+    the last round moved to a different state."""
     keys: dict[tuple[int, int], int] = {}
     table = [keys.setdefault((state[0], state[1]), len(keys)) for state in transcripts.states]
     labels = transcripts.labelled(table)
@@ -166,8 +169,9 @@ def tie_states(
 def from_ctc(path: NDArray[np.int32], subsampling: int, num_frames: int, text: str, per_unit: int) -> NDArray[np.int32]:
     """The position of each feature frame, from the path of a CTC model through `ctc_row` of a text's characters.
 
-    A boundary lies halfway between the frames in which two neighbours are emitted, as do those of silence at the ends;
-    the token of a space is silence. A character's frames are divided equally among its states.
+    The boundary between two characters lies halfway between the frames in which they are emitted. The silences at the
+    ends also extend halfway to the nearest character. A space is silence. The frames of a character are divided equally
+    among its states.
     """
     first, behind = (each * subsampling for each in ctc_spans(path, len(text)))
     last = np.minimum(behind, num_frames)
@@ -183,7 +187,7 @@ def from_ctc(path: NDArray[np.int32], subsampling: int, num_frames: int, text: s
 
 
 def _together(lengths: NDArray[np.int64], widths: Sequence[int]) -> Iterator[list[int]]:
-    """Utterances of similar length, longest first, as many as may be scored together."""
+    """Yield groups of utterances that may be scored together. They have similar lengths, and the longest come first."""
     order = np.argsort(-lengths, kind="stable").tolist()
     chosen: list[int] = []
     widest = 0
@@ -199,7 +203,7 @@ def _together(lengths: NDArray[np.int64], widths: Sequence[int]) -> Iterator[lis
 
 
 def estimated(frames: Frames, labels: Labels, positions: Labels, num_labels: int) -> Gaussians:
-    """The Gaussians of all frames, from the label of each position and the position of each frame."""
+    """The Gaussians estimated from all frames, given the label of each position and the position of each frame."""
     gaussians = Gaussians(num_labels, frames.num_bands * (2 * SPLICE + 1))
     for first in range(0, len(frames), 64):
         chosen = range(first, min(first + 64, len(frames)))

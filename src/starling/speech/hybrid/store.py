@@ -1,10 +1,10 @@
-"""Features and aligned states of a training set on disk, frame by frame, from which sub-sequences are cut.
+"""Stores the features and aligned states of a training set on disk, frame by frame, and cuts sub-sequences from them.
 
 <folder>/features.bin      [N, F] float16: normalised log-mel, utterance after utterance
 <folder>/states.npy        [N] int32: the tied state of each frame
 <folder>/ends.npy          [U] int64: the frame after the last of each utterance
-<folder>/utterances.npy    [U] int32: their numbers in the training set, ascending
-<folder>/speeds.npy        [U] float64: how much faster each is than its recording; 1 for all if the file is missing
+<folder>/utterances.npy    [U] int32: the numbers of the utterances in the training set, ascending
+<folder>/speeds.npy        [U] float64: the speed factor of each utterance; 1 for all if the file is missing
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ class FrameWriter:
         np.save(self._folder / SPEEDS, np.asarray(self._speeds))
 
     def write(self, number: int, features: NDArray[np.float32], speed: float = 1.0) -> None:
-        """Add utterance `number`, at a speed, with features `[T, F]`."""
+        """Add the features `[T, F]` of utterance `number` at speed factor `speed`."""
         features.astype(np.float16).tofile(self._file)
         self._lengths.append(len(features))
         self._numbers.append(number)
@@ -47,7 +47,7 @@ class FrameWriter:
 
 
 class Frames:
-    """The features of U utterances, memory-mapped; a copy in another process opens the files again."""
+    """The memory-mapped features of U utterances. A pickled copy opens the files again in its process."""
 
     def __init__(self, folder: Path, num_bands: int) -> None:
         """Open the files. Raises DataError for files that are missing or do not belong together."""
@@ -55,12 +55,12 @@ class Frames:
         try:
             self.ends: NDArray[np.int64] = np.load(folder / ENDS, allow_pickle=False)
             self.utterances: NDArray[np.int32] = np.load(folder / UTTERANCES, allow_pickle=False)
-            has_speeds = (folder / SPEEDS).exists()  # not in experiments before there was augment.speed
+            has_speeds = (folder / SPEEDS).exists()  # missing in experiments older than augment.speed
             self.speeds: NDArray[np.float64] = (
                 np.load(folder / SPEEDS, allow_pickle=False) if has_speeds else np.ones(len(self.ends))
             )
             self._features = np.memmap(folder / FEATURES, np.float16, "r", shape=(int(self.ends[-1]), num_bands))
-        except (OSError, ValueError, IndexError) as error:  # the last ones where there are no frames
+        except (OSError, ValueError, IndexError) as error:  # an IndexError or ValueError if there are no frames
             raise DataError(f"{folder}: the frames cannot be read ({error}); train again without resume") from error
         self.starts = np.concatenate([[0], self.ends[:-1]]).astype(np.int64)
         self.lengths: NDArray[np.int64] = self.ends - self.starts
@@ -77,19 +77,20 @@ class Frames:
         return whole
 
     def cut(self, pieces: NDArray[np.int64], splice: int) -> NDArray[np.float32]:
-        """Sub-sequences `[B, T, (2 * splice + 1) * F]`, padded with zeros to the length of the longest.
+        """Cut out sub-sequences `[B, T, (2 * splice + 1) * F]`, padded with zeros to the length of the longest.
 
-        Each frame is joined with its neighbours; at an utterance's ends the outermost frame is repeated.
+        Each frame is joined with its neighbours. At the ends of an utterance, the outermost frame is repeated.
 
         Args:
-            pieces: Utterance, first frame, and the frame after the last, `[B, 3]`.
-            splice: Number of neighbours on either side.
+            pieces: The utterance, the first frame, and the frame after the last of each sub-sequence, `[B, 3]`.
+            splice: The number of neighbours on either side of a frame.
         """
         found: NDArray[np.float32] = self._taken(self._features, pieces, splice, 0.0).astype(np.float32)
         return found.reshape(*found.shape[:2], -1)
 
     def _taken(self, values: NDArray[Any], pieces: NDArray[np.int64], splice: int, padding: float) -> NDArray[Any]:
-        """The `values` `[N, ...]` of sub-sequences' frames and their neighbours, `[B, T, 2 * splice + 1, ...]`."""
+        """Select from `values` `[N, ...]` those of the sub-sequences' frames and their neighbours. The result is
+        `[B, T, 2 * splice + 1, ...]`."""
         utterance, first, end = pieces.T
         length = int((end - first).max())
         place = first[:, None, None] + np.arange(length)[:, None] + np.arange(-splice, splice + 1)
@@ -100,7 +101,7 @@ class Frames:
 
 
 class AlignedFrames(Frames):
-    """The features of U utterances with the tied state of each frame."""
+    """The features of U utterances, and the tied state of each frame."""
 
     def __init__(self, folder: Path, num_bands: int) -> None:
         super().__init__(folder, num_bands)
@@ -112,10 +113,10 @@ class AlignedFrames(Frames):
             raise DataError(f"{folder}: {len(self._states)} frames are aligned, but there are {self.ends[-1]}")
 
     def states(self, pieces: NDArray[np.int64], padding: int) -> NDArray[np.int64]:
-        """The states of the sub-sequences that `cut` gives, `[B, T]`, with `padding` after the end of shorter ones."""
+        """The states `[B, T]` of the sub-sequences that `cut` returns, with `padding` after the end of shorter ones."""
         return self._taken(self._states, pieces, 0, padding)[..., 0].astype(np.int64)
 
 
 def save_states(folder: Path, states: Sequence[NDArray[np.int32]]) -> None:
-    """Write the tied states of all frames, utterance by utterance."""
+    """Write the tied states of all frames to `folder`, utterance by utterance."""
     np.save(folder / STATES, np.concatenate(states).astype(np.int32))

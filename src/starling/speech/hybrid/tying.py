@@ -1,5 +1,8 @@
-"""The states that the frames of a text pass through, and tied states: contexts that sound alike share an output of the
-network, as a decision tree decides. A recogniser keeps the tree, the priors of the states, and its words."""
+"""The states that the frames of a text pass through, and tied states.
+
+States whose contexts sound alike are tied: they share one output of the network. A decision tree determines which
+states are tied. A recogniser stores the tree, the priors of the tied states, and its words.
+"""
 
 import heapq
 from collections.abc import Iterator, Sequence
@@ -20,14 +23,14 @@ from starling.speech.decoding import DecodingConfig
 from starling.speech.tokens import BLANK, Tokenizer
 
 SILENCE = BLANK
-"""The unit of frames without speech, and a word's neighbour beyond its ends. No text contains it."""
+"""The unit of frames without speech, which is also the context before and after a word. No text contains it."""
 
 ContextState = tuple[int, ...]
 """A state of a unit in its context: its number in the unit, the unit, the units before it, and the units after it."""
 
 
 class Units(Protocol):
-    """The units of words: characters, or phones."""
+    """An interface that converts words to units, such as characters or phones."""
 
     def encode(self, text: str, utterance: str = "") -> list[int]:
         """The units of a text. Raises DataError, naming `utterance`, for a text that cannot be written in units."""
@@ -35,9 +38,11 @@ class Units(Protocol):
 
 
 class StateSpeller:
-    """States of words and texts: each unit of a word, such as a character, has `per_unit` states, which depend on
-    `context` units on either side within the word. Silence, which has one state, may come before, between and after
-    words."""
+    """Converts words and texts to states.
+
+    Each unit of a word, such as a character, has `per_unit` states, which depend on `context` units on either side
+    within the word. Silence has one state, and may come before, between and after words.
+    """
 
     def __init__(self, units: Units, per_unit: int, context: int) -> None:
         self._units = units
@@ -59,8 +64,8 @@ class StateSpeller:
         return self._known[word]
 
     def text(self, text: str, utterance: str = "") -> tuple[list[ContextState], list[bool]]:
-        """The states of a text, and which of them may be skipped, namely silences. Raises DataError as `word` does, and
-        for an empty text."""
+        """The states of a text, and whether each state may be skipped, which is true of silences only. Raises DataError
+        as `word` does, and for an empty text."""
         words = text.split()
         if not words:
             raise DataError(f"the transcript of utterance {utterance!r} is empty: remove it from the manifest")
@@ -73,10 +78,10 @@ class StateSpeller:
 
 
 class Node(Config):
-    """A question and where its answers lead, or a tied state."""
+    """A node of the tree: a question with the nodes to which its answers lead, or a tied state."""
 
     place: int = 0
-    """The neighbour that the question is about, as an index into the context of a `ContextState`."""
+    """Index, in the context of a `ContextState`, of the neighbour that the question is about."""
     units: tuple[int, ...] = ()
     """The units for which the answer is yes."""
     yes: int = -1
@@ -86,10 +91,10 @@ class Node(Config):
 
 
 class StateTree(Config):
-    """The tied state of each state in context, including contexts that occur in no training text."""
+    """A decision tree that maps each state in context to its tied state, also in contexts that no training text has."""
 
     roots: tuple[tuple[int, int, int], ...]
-    """The first node for each state of each unit: state of the unit, unit, node."""
+    """The first node for each state of each unit, as (state of the unit, unit, node)."""
     nodes: tuple[Node, ...]
 
     @cached_property
@@ -133,16 +138,18 @@ class _Split:
 
 
 def grow_tree(statistics: Statistics, number: int, min_frames: int) -> StateTree:
-    """A tree of at most `number` leaves, from statistics in a space in which the covariance within states is the
-    identity.
+    """Grow a tree of at most `number` leaves. The statistics must come from a space in which the covariance within
+    states is the identity.
 
-    The tree begins with a leaf for each state of each unit, whatever the context. Among the splits whose halves have
-    `min_frames` each, the one that raises the likelihood of all frames most is made, and so on. With a Gaussian for
-    each leaf and a shared covariance, here the identity, the likelihood rises by half of `n_yes |m_yes|² + n_no |m_no|²
-    - n |m|²` (Young, Odell and Woodland 1994). A question asks whether a neighbour is in a set of units: single ones,
-    and the clusters of a hierarchical clustering of the units' means, as in Kaldi.
+    The tree begins with a leaf for each state of each unit, whatever the context. Then leaves are split, one at a time.
+    The next split is always the one that raises the log-likelihood of all frames most, among the splits whose halves
+    have at least `min_frames` frames each. With a Gaussian for each leaf and the identity as their shared covariance,
+    the log-likelihood rises by half of `n_yes |m_yes|² + n_no |m_no|² - n |m|²`, with the number n and the mean m of
+    the frames of a leaf and its halves (Young, Odell and Woodland 1994). A question asks whether a neighbour is in a
+    set of units. The sets are single units, and the clusters of a hierarchical clustering of the units' means, as in
+    Kaldi.
 
-    Raises DataError when `number` is too small even without context.
+    Raises DataError if `number` is too small even without context.
     """
     keys = [(state[0], state[1]) for state in statistics.states]
     roots = {key: place for place, key in enumerate(dict.fromkeys(keys))}
@@ -174,7 +181,7 @@ def grow_tree(statistics: Statistics, number: int, min_frames: int) -> StateTree
 
 
 class _Questions:
-    """All questions about all states, answered by matrices."""
+    """All questions about all states, with the answers in matrices."""
 
     def __init__(self, statistics: Statistics) -> None:
         self._statistics = statistics
@@ -218,7 +225,7 @@ class _Questions:
 
 
 def _clusters(statistics: Statistics, centres: NDArray[np.int64]) -> Iterator[tuple[int, ...]]:
-    """Single units, and the clusters of units whose means are close."""
+    """Yield the sets of units for questions: single units, and clusters of units whose means are close."""
     from scipy.cluster.hierarchy import linkage
 
     neighbours = {unit for state in statistics.states for unit in state[2:]}
@@ -239,7 +246,8 @@ STATES_FILE = "states.json"
 
 
 class TiedStates(StateTree):
-    """The meaning of a network's outputs, and how they become words; the contents of `states.json`."""
+    """The tied states that a network's outputs represent, and the search that turns them into words; the contents of
+    `states.json`."""
 
     format: int = Field(default=1, ge=1, le=1)
     per_unit: int = Field(ge=1)
@@ -273,12 +281,12 @@ class TiedStates(StateTree):
         return StateSpeller(tokenizer, self.per_unit, self.context)
 
     def scaled(self, log_posteriors: Tensor, scale: float = 1.0) -> Tensor:
-        """Log-likelihoods of frames `[..., S]`, up to a constant for each frame: log posteriors minus `scale` times log
-        priors."""
+        """The log-likelihoods `[..., S]` of frames, up to a constant for each frame. They are the log posteriors minus
+        `scale` times the log priors."""
         return log_posteriors - scale * torch.tensor(self.log_priors, dtype=torch.float64).to(log_posteriors)
 
     def means_the_same(self, other: "TiedStates | None") -> bool:
-        """Whether output n is the same state in both, for every n."""
+        """Whether every output stands for the same tied state here and in `other`."""
         outputs = {"roots", "nodes", "per_unit", "context"}
         return other is not None and self.model_dump(include=outputs) == other.model_dump(include=outputs)
 
@@ -290,7 +298,7 @@ class TiedStates(StateTree):
 
 
 def read_words(path: Path) -> list[str]:
-    """The words of a list with one word per line. Raises ConfigError for a list that cannot be read or is empty."""
+    """Read a list with one word per line. Raises ConfigError for a list that cannot be read or is empty."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:

@@ -1,4 +1,5 @@
-"""Viterbi search: the best path through a row of states (of CTC, too), and the best words of tied states."""
+"""Viterbi search for the best path through a row of states, including those of CTC, and for the best words of tied
+states."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -14,7 +15,7 @@ from starling.speech.tokens import BLANK, Tokenizer
 
 NEVER = -torch.inf
 _MOST_STEPS = 1 << 27
-"""Bytes of memory for the back-pointers of the utterances that are searched together."""
+"""Maximum size, in bytes, of the back-pointers of the utterances that are searched together."""
 
 
 def best_path(
@@ -23,24 +24,26 @@ def best_path(
     optional: NDArray[np.bool_],
     num_positions: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """The position of every frame on the path of the highest total score, `[B, T]`.
+    """The position of every frame on the path with the highest total score, `[B, T]`.
 
-    A path begins at the first position and ends at the last; from frame to frame it stays, moves to the next position,
-    or skips one that is optional. It may also leave out an optional first or last position. Of paths with the same
-    score, the one that moves later is taken. After an utterance's end, its last position is repeated. Scores are added
-    in their own precision. NumPy takes an eighth of torch's time for one utterance, and a third for hundreds.
+    A path begins at the first position and ends at the last. From one frame to the next, it stays, moves to the next
+    position, or skips an optional position. It may also leave out an optional first or last position. Among paths with
+    equal scores, the one that moves later is chosen. After the end of an utterance, its last position is repeated.
+    Scores are added in the precision of `scores`. We use NumPy because it takes an eighth of torch's time for one
+    utterance, and a third for hundreds.
 
     Args:
-        scores: Log-likelihood of position p at frame t, `[B, T, P]`.
-        lengths: Frames of each utterance, `[B]`: at least as many as it has positions that are not optional.
+        scores: The log-likelihood of position p at frame t, `[B, T, P]`.
+        lengths: The number of frames of each utterance, `[B]`, which must be at least its number of positions that are
+            not optional.
         optional: Whether a position may be skipped, `[B, P]`; no two positions in a row may be optional.
-        num_positions: Number of positions of each utterance, `[B]`.
+        num_positions: The number of positions of each utterance, `[B]`.
     """
     count, num_frames, width = scores.shape
     rows, shortest = np.arange(count), lengths.min()
-    behind = np.full((count, width + 2), -np.inf, scores.dtype)  # behind[:, p + 2 - k] is where one comes from by k
+    behind = np.full((count, width + 2), -np.inf, scores.dtype)  # behind[:, p + 2 - k]: k positions before p
     stayed, moved, before = behind[:, 2:], behind[:, 1:-1], behind[:, :-2]
-    cost = np.full((count, width), -np.inf, scores.dtype)  # of skipping the position before
+    cost = np.full((count, width), -np.inf, scores.dtype)  # cost of skipping the position before
     cost[:, 2:][optional[:, 1:-1]] = 0.0
     stayed[:, 0] = scores[:, 0, 0]
     stayed[:, 1:2] = np.where(optional[:, :1], scores[:, 0, 1:2], -np.inf)
@@ -60,7 +63,7 @@ def best_path(
     previous = np.maximum(place - 1, 0)
     place = np.where(optional[rows, place] & (stayed[rows, previous] > stayed[rows, place]), previous, place)
     path = np.empty((num_frames, count), np.int64)
-    place += rows * width  # `take` counts through all rows
+    place += rows * width  # `take` indexes the flattened rows
     for frame in range(num_frames - 1, -1, -1):
         path[frame] = place
         place -= steps[frame].take(place)
@@ -69,16 +72,16 @@ def best_path(
 
 
 def path_of(scores: NDArray[np.floating], optional: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """The best path `[T]` of one utterance in double precision, from scores `[T, P]` and which positions are optional
-    `[P]`."""
+    """The best path `[T]` of one utterance, computed in double precision from scores `[T, P]`. `optional` `[P]` says
+    which positions may be skipped."""
     lengths, num_positions = (np.asarray([size]) for size in scores.shape)
     path: NDArray[np.int64] = best_path(scores[None].astype(np.float64), lengths, optional[None], num_positions)[0]
     return path
 
 
 def ctc_row(tokens: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """The positions of CTC for `tokens`, with a blank around each token, and whether they may be left out: blanks may,
-    except between equal neighbours."""
+    """The positions of CTC for `tokens`, with a blank before and after each token, and whether each position may be
+    skipped. Blanks may be skipped unless they are between equal tokens."""
     labels = np.full(2 * len(tokens) + 1, BLANK, np.int32)
     labels[1::2] = tokens
     optional = np.zeros(len(labels), np.bool_)
@@ -90,13 +93,13 @@ def ctc_row(tokens: Sequence[int]) -> tuple[NDArray[np.int32], NDArray[np.bool_]
 def ctc_spans(
     path: NDArray[np.int32] | NDArray[np.int64], num_tokens: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The first frame of each token, and the frame after its last, on a path through the positions of `ctc_row`."""
+    """The first frame of each token and the frame after its last, on a path through the positions of `ctc_row`."""
     places = 2 * np.arange(num_tokens) + 1
     return np.searchsorted(path, places), np.searchsorted(path, places, side="right")
 
 
 def aligned(log_probs: NDArray[np.float32], tokens: Sequence[int]) -> list[Emission] | None:
-    """The best CTC alignment of given tokens with `[T, V]`; None if there are too few frames."""
+    """The best CTC alignment of `tokens` with log-probabilities `[T, V]`; None if there are too few frames."""
     labels, optional = ctc_row(tokens)
     if len(log_probs) < np.count_nonzero(~optional):
         return None
@@ -106,11 +109,11 @@ def aligned(log_probs: NDArray[np.float32], tokens: Sequence[int]) -> list[Emiss
 
 
 class WordDecoder:
-    """Turns scaled likelihoods of tied states into texts.
+    """Searches the scaled likelihoods of tied states for the best texts.
 
-    Words are chains of states. With `loop`, an utterance is any number of words, with silence anywhere between them;
-    with `one`, it is a word between two silences, which may be empty. All words are equally probable, and each costs
-    `decoding.word_penalty`.
+    Words are chains of states. With `decoding.words: loop`, an utterance is any number of words, with optional silence
+    between them. With `one`, it is a single word between two optional silences. All words are equally probable, and
+    each word costs `decoding.word_penalty`.
     """
 
     def __init__(self, states: TiedStates, tokenizer: Tokenizer) -> None:
@@ -133,7 +136,7 @@ class WordDecoder:
         self._word_at: NDArray[np.int64] = np.full(sum(sizes), -1)
         self._word_at[word_starts.numpy()] = np.arange(len(self._words))
         first = torch.tensor([0])
-        if is_loop:  # what leads to which starts
+        if is_loop:  # (states that are left, states that are entered)
             self._junctions, self._finals = [(ends, starts)], ends
         else:
             self._junctions = [(first, word_starts), (word_ends, first + 1)]
@@ -145,7 +148,7 @@ class WordDecoder:
         self._begin[word_starts] = -self._cost[word_starts]
 
     def __call__(self, log_posteriors: Tensor, lengths: Tensor) -> list[str]:
-        """The text of each utterance, from log posteriors `[B, T, S]` and lengths `[B]`; empty where no word fits."""
+        """The text of each utterance, from log posteriors `[B, T, S]` and lengths `[B]`; empty if no word fits."""
         scores = self._states.scaled(log_posteriors.float().cpu(), self._states.decoding.prior_scale)
         lengths = lengths.cpu()
         together = max(1, _MOST_STEPS // (scores.shape[1] * len(self._emitted)))
@@ -158,7 +161,7 @@ class WordDecoder:
         return texts
 
     def _search(self, scores: Tensor, lengths: Tensor) -> list[list[int]]:
-        """The numbers of the words of each utterance."""
+        """The indices of the words of each utterance."""
         count, num_frames, _ = scores.shape
         size = len(self._emitted)
         never = scores.new_full((count, 1), NEVER)
@@ -190,7 +193,7 @@ class WordDecoder:
         ]
 
     def _trace(self, state: int, steps: NDArray[np.int8], entered_from: NDArray[np.int64]) -> list[int]:
-        """The words on the path that ends in a state, in order."""
+        """The indices of the words on the path that ends in `state`, in order."""
         words = []
         for frame in range(len(steps) - 1, 0, -1):
             step = int(steps[frame, state])

@@ -1,4 +1,4 @@
-"""Acoustic models: a configuration for each architecture, and the network that is built from the configuration."""
+"""Acoustic models, each of which has a configuration and a network that is built from the configuration."""
 
 from __future__ import annotations
 

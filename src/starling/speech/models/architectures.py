@@ -1,5 +1,5 @@
-"""The `model:` section: the keys that all architectures share, and the sizes and presets of each. This module does not
-load torch."""
+"""The `model:` section of a recipe: the keys that all architectures share, and the sizes and presets of each
+architecture. This module does not load torch."""
 
 from __future__ import annotations
 
@@ -35,34 +35,34 @@ def check_heads(heads: int, width: int) -> None:
 
 @dataclass(frozen=True)
 class Chunks:
-    """The range that a frame hears: to the end of its chunk, and back to the beginning of the chunk `left` before
-    it."""
+    """The range of frames on which a frame depends. It extends from the beginning of the chunk that is `left` chunks
+    earlier to the end of the frame's own chunk."""
 
     frames: int  # encoder frames of a chunk
-    left: int  # chunks before its own
+    left: int  # chunks before the frame's own
 
 
 class ChunkConfig(Config):
-    """A streaming model: attention, and the convolutions of a Conformer, hear no further than their chunk.
+    """The chunks of a streaming model. Attention, and the convolutions of a Conformer, use no frames after the chunk.
 
-    It is trained with chunks of random length, and with whole utterances, so that the same weights serve any chunk and
-    full context. Source: Zhang et al. 2020, "Unified streaming and non-streaming two-pass end-to-end model for speech
-    recognition" (arXiv 2012.05481), as used in WeNet.
+    The model is trained with chunks of random length and with whole utterances, so that the same weights work with any
+    chunk length and with full context. Source: Zhang et al. 2020, "Unified streaming and non-streaming two-pass
+    end-to-end model for speech recognition" (arXiv 2012.05481), as used in WeNet.
     """
 
     seconds: Seconds = Field(default=0.64, gt=0)
     """Length of a chunk in seconds of audio; rounded to encoder frames."""
     left: Size = 4
-    """Number of chunks before its own that a frame attends to; an LSTM remembers all of them."""
+    """Number of chunks before its own to which a frame attends; an LSTM remembers all earlier chunks."""
 
     def chunks(self, frame_seconds: Seconds) -> Chunks:
-        """The chunks in encoder frames of `frame_seconds`."""
+        """The chunks as numbers of encoder frames, each `frame_seconds` long."""
         return Chunks(max(1, round(self.seconds / frame_seconds)), self.left)
 
 
 class _Beside(Config):
     ctc_weight: float = Field(default=0.3, gt=0, lt=1)
-    """Share of the CTC loss in the loss; the decoder's loss has the rest."""
+    """Weight of the CTC loss in the total loss; the decoder's loss has the remaining weight."""
     width: int = Field(default=128, ge=2)
     """Number of units of the decoder's layers."""
 
@@ -75,7 +75,7 @@ class AttentionConfig(_Beside):
     layers: Size = 2
     """Number of blocks of the decoder."""
     heads: Size = 4
-    """Number of heads of each attention; they share the width."""
+    """Number of heads in each attention layer; the heads share the width."""
     dropout: Share = 0.1
     """Share of units that are set to 0 in training."""
     label_smoothing: Share = 0.1
@@ -88,25 +88,27 @@ class AttentionConfig(_Beside):
 
 
 class TransducerConfig(_Beside):
-    """A transducer: a predictor, which knows only the last tokens, and a joiner."""
+    """A transducer: a predictor, which uses only the last tokens, and a joiner."""
 
     kind: Literal["transducer"]
     """Kind of the decoder: attention, or transducer."""
     context: Size = 2
-    """Number of last tokens that the predictor knows."""
+    """Number of last tokens that the predictor uses."""
 
 
 class Architecture(Config):
     """A network and its sizes, which come from a preset and can be overridden one by one.
 
-    Each architecture inherits from this class, including those of other packages, which recipes name as `module:name`;
-    it has `NETWORK`, `PRESETS`, and possibly further sizes.
+    Each architecture is a subclass with `NETWORK`, `PRESETS`, and possibly further sizes. This includes architectures
+    of other packages, which recipes name as `module:name`.
     """
 
     NETWORK: ClassVar[str | type[nn.Module]]
-    """The network, or its `module:name`; it is built from the configuration and the numbers of features and outputs."""
+    """The class of the network, or its `module:name`. Its arguments are the configuration and the numbers of features
+    and outputs."""
     PRESETS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """Sizes by the name of the preset, one of which is `small`; sizes that a preset leaves out have their defaults."""
+    """The sizes of each preset, by its name; one preset is `small`. Sizes that a preset leaves out have their
+    defaults."""
     CAN_STREAM: ClassVar = False
     """Whether the network is a `starling.speech.models.network.StreamingNetwork`, which `chunk` needs."""
     CAN_HAVE_PHONES: ClassVar = False
@@ -116,24 +118,24 @@ class Architecture(Config):
     """The architecture: blstm, lstm, transformer, conformer, zipformer, deep-speech, blstm-hybrid, dnn-hybrid,
     wav2vec2, whisper, or module:name."""
     preset: str = "small"
-    """The preset: tiny, small, or a larger preset of the architecture."""
+    """The preset of sizes: tiny, small, or a larger preset of the architecture."""
     subsampling: Literal[1, 2, 4] = 4
     """Number of feature frames per encoder frame."""
     dropout: Share = 0.1
     """Share of units that are set to 0 in training."""
     decoder: Annotated[AttentionConfig | TransducerConfig, Field(discriminator="kind")] | None = None
-    """A decoder beside CTC: its kind (attention or transducer) and its sizes; null trains CTC alone."""
+    """A decoder in addition to CTC: its kind (attention or transducer) and its sizes. null trains CTC alone."""
     phones: PhonesConfig | None = None
-    """A second CTC loss, with which a lower layer learns the phones of transcripts; needs blstm, lstm, transformer or
+    """A second CTC loss, from which a lower layer learns the phones of transcripts, for blstm, lstm, transformer and
     conformer. null leaves it out."""
     chunk: ChunkConfig | None = None
-    """Chunks that make an lstm, transformer or conformer a streaming model: their seconds, and the number of chunks
-    before them; with null, every frame hears the whole utterance."""
+    """Chunks that make an lstm, transformer or conformer a streaming model: their seconds, and the number of earlier
+    chunks to which frames attend. With null, every frame depends on the whole utterance."""
 
     @model_validator(mode="wrap")
     @classmethod
     def _of_its_preset(cls, tree: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Take sizes that are left out from the preset; they do not count as set."""
+        """Fill in omitted sizes from the preset. They do not count as set by the recipe."""
         if not isinstance(tree, dict):
             return handler(tree)
         config = handler({**cls.beneath(tree), **tree})
@@ -169,25 +171,25 @@ class Architecture(Config):
         return self
 
     def encoder_frames(self, num_frames: int) -> int:
-        """The number of encoder frames made of `num_frames` feature frames."""
+        """The number of encoder frames for `num_frames` feature frames."""
         return frames_after(num_frames, self.subsampling)
 
     def latency(self, frame_shift: Seconds, frame_length: Seconds) -> Seconds | None:
         """The algorithmic latency of a streaming model in seconds; None if it needs the whole utterance.
 
-        This is the longest time from a sound to the outputs of its own encoder frame, on a computer that takes no time:
-        from the beginning of a chunk to the end of the last window that its last frame hears.
+        This is the longest time from a sound to the outputs of its encoder frame, without the time of computation. It
+        lasts from the beginning of a chunk to the end of the last window on which the chunk's last frame depends.
         """
         if self.chunk is None:
             return None
         chunk = self.chunk.chunks(frame_shift * self.subsampling).frames * self.subsampling
-        behind = 4 if self.subsampling == 1 else 6  # feature frames behind its own that an encoder frame hears
+        behind = 4 if self.subsampling == 1 else 6  # feature frames after its own on which an encoder frame depends
         return (chunk + behind - self.subsampling) * frame_shift + (frame_shift + frame_length) / 2
 
 
 def frames_after(num_frames: int, subsampling: int) -> int:
-    """The number of encoder frames made of `num_frames` feature frames: halved, rounded up, once per layer of stride
-    2."""
+    """The number of encoder frames for `num_frames` feature frames. Each layer with stride 2 halves the number and
+    rounds it up."""
     while subsampling > 1:
         num_frames = (num_frames + 1) // 2
         subsampling //= 2
@@ -204,9 +206,9 @@ Kernel = Annotated[Size, AfterValidator(_odd)]
 
 
 class StackConfig(Architecture):
-    """The sizes of stacked layers, an optional bottleneck, and outputs.
+    """The sizes of stacked layers and an optional bottleneck before the outputs.
 
-    Dropout comes before every LSTM layer but the first, before the outputs, and after every dense layer.
+    Dropout is applied before every LSTM layer except the first, before the outputs, and after every dense layer.
     """
 
     layers: Size = 2
@@ -218,7 +220,7 @@ class StackConfig(Architecture):
 
 
 class RecurrentConfig(StackConfig):
-    """The sizes of LSTM layers after convolutions."""
+    """The sizes of LSTM layers that follow subsampling convolutions."""
 
     PRESETS: ClassVar = {
         "tiny": {"layers": 1, "hidden": 32, "channels": 32, "dropout": 0.0},
@@ -233,7 +235,7 @@ class RecurrentConfig(StackConfig):
 
 
 class BlstmConfig(RecurrentConfig):
-    """Bidirectional LSTM layers."""
+    """Bidirectional LSTM layers with CTC outputs."""
 
     NETWORK = "starling.speech.models.recurrent:Blstm"
 
@@ -246,7 +248,7 @@ class BlstmConfig(RecurrentConfig):
 
 
 class LstmConfig(RecurrentConfig):
-    """LSTM layers in the direction of time."""
+    """Forward LSTM layers with CTC outputs."""
 
     NETWORK = "starling.speech.models.recurrent:LstmCtc"
     CAN_STREAM = True
@@ -287,7 +289,7 @@ class DnnHybridConfig(StackConfig):
 
 
 class DeepSpeechConfig(Architecture):
-    """Deep Speech; dropout comes after every dense layer."""
+    """The Deep Speech architecture. Dropout is applied after every dense layer."""
 
     NETWORK = "starling.speech.models.recurrent:DeepSpeechCtc"
     PRESETS: ClassVar = {
@@ -300,7 +302,7 @@ class DeepSpeechConfig(Architecture):
     hidden: Size = 240
     """Number of units of every layer."""
     context: int = Field(default=9, ge=0)
-    """Number of feature frames heard on either side of an encoder frame's own."""
+    """Number of feature frames in the context window on either side of an encoder frame's own."""
 
     @model_validator(mode="after")
     def _every_frame_is_heard(self) -> Self:
@@ -314,8 +316,8 @@ class DeepSpeechConfig(Architecture):
 
 
 class BlocksConfig(Architecture):
-    """The sizes of blocks with attention; dropout is applied to the first block's inputs and to what each part of a
-    block adds."""
+    """The sizes of blocks with attention. Dropout is applied to the first block's inputs and to the output of each part
+    of a block, before the residual connection."""
 
     CAN_STREAM = CAN_HAVE_PHONES = True
 
@@ -328,8 +330,8 @@ class BlocksConfig(Architecture):
     feed_forward: Size = 512
     """Number of units inside a block's feed-forward parts."""
     positions: Literal["sinusoidal", "rotary", "relative"] = "rotary"
-    """How positions enter: `rotary` rotates queries and keys, `relative` follows the Conformer's paper, and
-    `sinusoidal` adds absolute positions to the frames."""
+    """How the model uses positions: `rotary` rotates queries and keys, `relative` follows the Conformer paper, and
+    `sinusoidal` adds encodings of absolute positions to the frames."""
     channels: Size = 64
     """Number of channels of the subsampling convolutions."""
 
@@ -340,7 +342,7 @@ class BlocksConfig(Architecture):
 
 
 class TransformerConfig(BlocksConfig):
-    """Blocks with self-attention."""
+    """Transformer blocks, which have self-attention."""
 
     NETWORK = "starling.speech.models.transformer:TransformerCtc"
     PRESETS: ClassVar = {
@@ -354,12 +356,12 @@ class TransformerConfig(BlocksConfig):
     name: Literal["transformer"] = "transformer"
     positions: Literal["sinusoidal", "rotary"] = "rotary"
     span: int = Field(default=0, ge=0)
-    """Number of encoder frames that a frame attends to on either side; 0 lets it attend to its whole utterance."""
+    """Number of encoder frames on either side to which a frame attends; with 0, it attends to the whole utterance."""
 
 
 class ConformerConfig(BlocksConfig):
-    """Blocks with self-attention and convolution; the presets medium, large and huge have the sizes of the paper's S, M
-    and L."""
+    """Conformer blocks, which have self-attention and convolution. The presets medium, large and huge have the sizes of
+    the paper's S, M and L."""
 
     NETWORK = "starling.speech.models.conformer:ConformerCtc"
     PRESETS: ClassVar = {
@@ -375,7 +377,7 @@ class ConformerConfig(BlocksConfig):
     feed_forward: Size = 384
     positions: Literal["rotary", "relative"] = "rotary"
     kernel: Kernel = 15
-    """Number of frames that a block's convolution hears; odd."""
+    """Kernel size, in frames, of a block's convolution; must be odd."""
 
 
 _RATES = (1, 2, 4, 8, 4, 2)
@@ -386,7 +388,8 @@ def _stacks(rates: Sequence[int], layers: Sequence[int], widths: Sequence[int]) 
 
 
 class ZipformerConfig(Architecture):
-    """Stacks of blocks at several frame rates; dropout is applied to what each part of a block adds."""
+    """Stacks of blocks at several frame rates. Dropout is applied to the output of each part of a block, before the
+    residual connection."""
 
     NETWORK = "starling.speech.models.zipformer:ZipformerCtc"
     PRESETS: ClassVar = {
@@ -399,7 +402,7 @@ class ZipformerConfig(Architecture):
 
     name: Literal["zipformer"] = "zipformer"
     stack_rates: tuple[Size, ...] = (1, 2, 4, 2)
-    """Number of encoder frames that each stack joins into one."""
+    """Number of encoder frames that each stack averages into one."""
     stack_layers: tuple[Size, ...] = (1, 1, 1, 1)
     """Number of blocks in each stack."""
     stack_widths: tuple[Size, ...] = (64, 96, 128, 96)
@@ -407,7 +410,7 @@ class ZipformerConfig(Architecture):
     heads: Size = 4
     """Number of attention heads in every stack."""
     kernel: Kernel = 15
-    """Number of frames that a convolution hears, at the rate of its stack; odd."""
+    """Kernel size of a block's convolution, in frames at the rate of its stack; must be odd."""
     channels: Size = 64
     """Number of channels of the subsampling convolutions."""
 
@@ -423,13 +426,13 @@ class ZipformerConfig(Architecture):
 
 
 class PublishedConfig(Architecture):
-    """A published encoder, which hears waveforms (`features.kind: raw`); dropout comes before the outputs."""
+    """A published encoder, whose inputs are waveforms (`features.kind: raw`). Dropout is applied before the outputs."""
 
     PRESETS: ClassVar = {"small": {}}
 
     subsampling: Size = 320  # type: ignore[assignment]
     checkpoint: Path | None = None
-    """A folder with config.json and model.safetensors of a published model, or the model's name on the Hugging Face
+    """Folder with config.json and model.safetensors of a published model, or the model's name on the Hugging Face
     hub."""
     encoder: dict[str, Any]
     """The configuration of the published model; Starling fills it in from the checkpoint."""
@@ -449,7 +452,7 @@ class PublishedConfig(Architecture):
         if (kind := self.encoder.get("model_type")) != self.name:
             raise ValueError(f"checkpoint: it is a {kind!r}, not a {self.name}")
         if "subsampling" in self.model_fields_set:
-            raise ValueError(f"subsampling: {self.name} has that of its checkpoint; leave it out")
+            raise ValueError(f"subsampling: {self.name} uses the subsampling of its checkpoint; leave it out")
         return self
 
 
@@ -483,11 +486,11 @@ class Wav2Vec2Config(PublishedConfig):
 
 
 class WhisperConfig(PublishedConfig):
-    """The encoder of a published Whisper."""
+    """The encoder of a published Whisper model."""
 
     NETWORK = "starling.speech.models.published:WhisperCtc"
     HOP: ClassVar = 160
-    """Samples from one of its feature frames to the next; two feature frames make an encoder frame."""
+    """Number of samples from one of Whisper's feature frames to the next; two feature frames make an encoder frame."""
 
     name: Literal["whisper"] = "whisper"
 
@@ -512,10 +515,10 @@ BuiltIn = (
 
 
 def published_config(checkpoint: Path) -> dict[str, Any]:
-    """The configuration in a folder in the format of `transformers`, or of a model on the Hugging Face hub, which is
-    kept in the cache of `transformers`.
+    """The configuration of a published model, read from a folder in the format of `transformers`, or from the Hugging
+    Face hub. A model from the hub is kept in the cache of `transformers`.
 
-    Raises ValueError for anything else, and if there is no network and the model is not in the cache.
+    Raises ValueError if `checkpoint` is neither, or if the hub cannot be reached and the model is not in the cache.
     """
     name, path = checkpoint.as_posix(), checkpoint / "config.json"
     is_name = not checkpoint.is_absolute() and len(checkpoint.parts) == 2 and ".." not in checkpoint.parts
@@ -530,8 +533,8 @@ def published_config(checkpoint: Path) -> dict[str, Any]:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
             f"checkpoint: {name} is not a folder with a config.json, and the hub has no model of this name "
-            f"({reason}). Where there is a network, fetch it with `hf download NAME`, or with `--local-dir FOLDER` and "
-            "give the folder"
+            f"({reason}). On a machine with network access, fetch it with `hf download NAME`, or use "
+            "`--local-dir FOLDER` and give the folder"
         ) from error
     if not isinstance(found, dict):
         raise ValueError(f"checkpoint: {path} is not a configuration")

@@ -35,13 +35,13 @@ class RelativeAttention(SelfAttention):
         """The outputs for whole utterances. The arguments are those of `SelfAttention`; `places` is `distances(T,
         width)`."""
         if places is None or past is not None:
-            raise ValueError("relative attention needs the sinusoids of distances, of whole utterances")
+            raise ValueError("relative attention needs whole utterances, and the sinusoids of distances")
         queries, keys, values = self.inputs(frames).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         steps = self.distances(places.to(frames.dtype)).unflatten(1, (self.heads, -1))  # [2T - 1, heads, D]
         num_frames, size = frames.shape[1], queries.shape[3]
         scores = torch.einsum("bhid,phd->bhip", queries + self.distance_bias[:, None], steps) * size**-0.5
         place = torch.arange(num_frames, device=frames.device)
-        apart = place[:, None] - place + num_frames - 1  # i - j, from 0
+        apart = place[:, None] - place + num_frames - 1  # i - j, shifted so that the smallest is 0
         apart = apart.expand(frames.shape[0], self.heads, num_frames, num_frames)
         bias = scores.gather(3, apart).masked_fill(~visible, float("-inf"))
         attended = F.scaled_dot_product_attention(queries + self.content_bias[:, None], keys, values, bias)
@@ -60,7 +60,7 @@ class FeedForward(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, frames: torch.Tensor) -> torch.Tensor:
-        """`[B, T, width]` -> `[B, T, width]`."""
+        """Map `[B, T, width]` to `[B, T, width]`."""
         wide = self.wide_dropout(F.silu(self.widening(self.norm(frames))))
         added: torch.Tensor = self.dropout(self.narrowing(wide))
         return added
@@ -137,9 +137,9 @@ class ConformerCtc(AttentionNetwork):
     """Convolutional subsampling, a projection to the width, Conformer blocks, and CTC outputs.
 
     Source: Gulati et al. 2020, "Conformer: convolution-augmented Transformer for speech recognition" (arXiv
-    2005.08100). It departs from the paper in three places: subsampling is `ConvSubsampling`; the convolution contains a
-    LayerNorm instead of a BatchNorm, whose running statistics are not weights, so that learners could not average them
-    as such; and positions are rotary unless `positions: relative` asks for those of the paper.
+    2005.08100). We depart from the paper in three places. Subsampling is `ConvSubsampling`. The convolution contains a
+    LayerNorm instead of a BatchNorm, because the running statistics of a BatchNorm are not weights, and learners could
+    not average them like weights. Positions are rotary, unless `positions: relative` selects those of the paper.
     """
 
     cache_names = ("attention", "convolution", "remembered")

@@ -329,7 +329,7 @@ class StreamingNetwork(Network):
         rounding. Raises ValueError for a stream that has ended.
         """
         if state.is_over:
-            raise ValueError("the stream is over: begin a new one with initial_state()")
+            raise ValueError("the stream has ended: begin a new one with initial_state()")
         size, hop = self.window()
         pending = torch.cat([state.pending, features], dim=1)
         inside = torch.cat([state.inside, state.inside.new_ones(features.shape[:2])], dim=1)

@@ -25,7 +25,7 @@ class PublishedNetwork(Network):
         require("huggingface", f"model.name: {name}", ("transformers",))
         super().__init__()
         if num_features != 1:
-            raise ConfigError(f"model.name: {name} hears waveforms: set features.kind: raw")
+            raise ConfigError(f"model.name: {name} needs waveforms as its input: set features.kind: raw")
 
 
 def load_published(network: nn.Module, checkpoint: Path) -> str:
@@ -54,7 +54,7 @@ def load_published(network: nn.Module, checkpoint: Path) -> str:
         raise ConfigError(f"model.checkpoint: {name} lacks {len(missing)} tensors, such as {missing[0]}")
     state = whole.get_submodule(part).state_dict()
     encoder.load_state_dict(state)
-    return f"checkpoint {name}: {sum(each.numel() for each in state.values()):,} numbers of the encoder"
+    return f"checkpoint {name}: {sum(each.numel() for each in state.values()):,} parameters of the encoder"
 
 
 class Wav2Vec2Ctc(PublishedNetwork):
@@ -62,7 +62,7 @@ class Wav2Vec2Ctc(PublishedNetwork):
 
     Source: Baevski et al. 2020, "wav2vec 2.0" (arXiv 2006.11477). Its random masks and skipped layers are switched off,
     because they serve training on audio without texts. A checkpoint whose convolutions have a group norm
-    (`feat_extract_norm: group`) hears the padding, as it did when it was trained; one with layer norms does not.
+    (`feat_extract_norm: group`) is affected by the padding, as in its training; one with layer norms is not affected.
     """
 
     def __init__(self, config: Wav2Vec2Config, num_features: int, vocab_size: int) -> None:
@@ -134,7 +134,7 @@ class WhisperCtc(PublishedNetwork):
         if frames.shape[1] > len(positions):
             seconds = len(positions) * 2 * _HOP / 16_000
             raise DataError(
-                f"an utterance is longer than the {seconds:g} s that this Whisper hears: cut it, or filter it"
+                f"an utterance is longer than the {seconds:g} s that this Whisper model accepts: cut it, or filter it"
             )
         frames = frames + positions[: frames.shape[1]]
         frames = nn.functional.dropout(frames, encoder.dropout, self.training)

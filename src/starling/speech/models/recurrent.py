@@ -141,7 +141,7 @@ class LstmCtc(StreamingNetwork):
         return self.bottleneck(self.dropout(frames)), lengths
 
     def caches(self, batch_size: int, chunks: Chunks) -> Caches:
-        """The outputs and cell states `[B, layers, 2, hidden]` of the LSTM layers in the last frame."""
+        """The cache: outputs and cell states `[B, layers, 2, hidden]` of the LSTM layers in the last frame."""
         return (self.output.weight.new_zeros(batch_size, len(self.layers), 2, self.hidden),)
 
     def encode_chunk(self, window: torch.Tensor, inside: torch.Tensor, caches: Caches) -> tuple[torch.Tensor, Caches]:
@@ -169,13 +169,13 @@ class DeepSpeechCtc(Network):
 
     The network uses no frames beyond the context window. The usual optimizer is Adam.
 
-    Source: Hannun et al. 2014, "Deep Speech: scaling up end-to-end speech recognition" (arXiv 1412.5567), as DeepSpeech
-    0.9 and Coqui STT 1.x build it: their one LSTM takes the place of the paper's bidirectional plain recurrence, and
-    their dense layers begin at Glorot's uniform weights and zero biases. The window and the first layer are one
-    convolution over time here, which gives the same sums without stacked copies of the frames; `subsampling` is its
-    stride (the paper's section 3.3 strides the input by 2). Coqui computes features every 20 ms and has no stride, so
-    that 9 frames are 180 ms to it and 90 ms at our 10 ms; `original` has the paper's stride, hence Coqui's 20 ms per
-    encoder frame.
+    Source: Hannun et al. 2014, "Deep Speech: scaling up end-to-end speech recognition" (arXiv 1412.5567), as
+    implemented in DeepSpeech 0.9 and Coqui STT 1.x. These use one LSTM in place of the paper's bidirectional plain
+    recurrence, and initialise the dense layers with Glorot's uniform weights and zero biases. We compute the window and
+    the first layer as one convolution over time, which gives the same sums without stacked copies of the frames. The
+    stride of this convolution is `subsampling` (section 3.3 of the paper strides the input by 2). Coqui computes
+    features every 20 ms and has no stride, so its 9 frames are 180 ms, whereas ours are 90 ms with features every
+    10 ms. The preset `original` has the paper's stride, and therefore Coqui's 20 ms per encoder frame.
     """
 
     def __init__(self, config: DeepSpeechConfig, num_features: int, vocab_size: int) -> None:

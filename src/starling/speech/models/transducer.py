@@ -146,8 +146,8 @@ class Transducer(Decoder):
     with learned embeddings e of tokens and a convolution C over the last `context` embeddings. The predictor has no
     state.
 
-    Sources: Graves 2012 (arXiv 1211.3711); Ghodsi et al. 2020, "RNN-transducer with stateless prediction network", with
-    more than one token as in icefall.
+    Sources: Graves 2012 (arXiv 1211.3711); Ghodsi et al. 2020, "RNN-transducer with stateless prediction network". As
+    in icefall, the predictor uses more than one token.
     """
 
     def __init__(self, config: TransducerConfig, encoder_width: int, vocab_size: int) -> None:
@@ -166,8 +166,8 @@ class Transducer(Decoder):
         return self.after(nn.functional.pad(tokens, (self.context, 0), value=BLANK))
 
     def after(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The predictions g `[B, N - context + 1, width]` after each of the tokens `[B, N]` except the first `context -
-        1`.
+        """The predictions g `[B, N - context + 1, width]` after each of the tokens `[B, N]`, except the first
+        `context - 1`.
 
         Blanks represent the tokens before the beginning.
         """

@@ -76,7 +76,7 @@ class Sight(NamedTuple):
     inside: torch.Tensor  # [B, T, 1]: true inside the utterance
     visible: torch.Tensor  # mask of the frames attended to, in the form that `SelfAttention` expects
     places: torch.Tensor | None  # positions of the frames, in the form that the attention expects
-    chunk: int | None = None  # frames of a chunk, in a pass over whole utterances; None: full context
+    chunk: int | None = None  # frames of a chunk in a pass over whole utterances; None means full context
 
 
 class SelfAttention(nn.Module):

@@ -1,4 +1,4 @@
-"""A Zipformer-like encoder with CTC outputs: stacks of blocks at different frame rates, one after another."""
+"""A Zipformer-like encoder with CTC outputs: successive stacks of blocks that run at different frame rates."""
 
 import torch
 import torch.nn.functional as F
@@ -14,19 +14,19 @@ _WIDENING = 3  # units inside the second feed-forward part, for each unit of a f
 
 
 def swoosh_l(values: torch.Tensor) -> torch.Tensor:
-    """log(1 + exp(x - 4)) - 0.08 x - 0.035, for units of feed-forward parts that are normally "off"."""
+    """The activation log(1 + exp(x - 4)) - 0.08 x - 0.035, for units of feed-forward parts that are normally "off"."""
     return F.softplus(values - 4.0) - 0.08 * values - 0.035
 
 
 def swoosh_r(values: torch.Tensor) -> torch.Tensor:
-    """log(1 + exp(x - 1)) - 0.08 x - 0.313261687, which is 0 at 0."""
+    """The activation log(1 + exp(x - 1)) - 0.08 x - 0.313261687, which is 0 at x = 0."""
     return F.softplus(values - 1.0) - 0.08 * values - 0.313261687
 
 
 class BiasNorm(nn.Module):
-    """x / RMS(x - b) * exp(g), over the units of a frame, with learned b `[width]` and scalar g.
+    """Computes x / RMS(x - b) * exp(g) over the units of a frame, with a learned vector b `[width]` and scalar g.
 
-    LayerNorm removes the mean length of a frame; this keeps some of it, through b.
+    LayerNorm removes the length of a frame's vector; BiasNorm retains some information about the length through b.
     """
 
     def __init__(self, width: int) -> None:
@@ -35,26 +35,27 @@ class BiasNorm(nn.Module):
         self.log_scale = nn.Parameter(torch.zeros(()))
 
     def forward(self, frames: torch.Tensor) -> torch.Tensor:
-        """`[..., width]` -> `[..., width]`."""
+        """Map `[..., width]` to `[..., width]`."""
         power = (frames - self.bias).square().mean(dim=-1, keepdim=True)
         normed: torch.Tensor = frames * (power + 1e-8).rsqrt() * self.log_scale.exp()
         return normed
 
 
 class Bypass(nn.Module):
-    """(1 - c) x + c y, with a learned c for each unit, which begins at 1/2."""
+    """Computes (1 - c) x + c y, with a learned c for each unit, whose initial value is 1/2."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.full((width,), 0.5))
 
     def forward(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-        """x and y `[B, T, width]` -> `[B, T, width]`."""
+        """Map x (`before`) and y (`after`), each `[B, T, width]`, to `[B, T, width]`."""
         return before + (after - before) * self.scale
 
 
 class AttentionWeights(nn.Module):
-    """softmax(Q K' / sqrt(D)) in each head, `[B, T, width]` -> `[B, heads, T, T]`, which all of a block share."""
+    """Computes softmax(Q K' / sqrt(D)) in each head, from `[B, T, width]` to `[B, heads, T, T]`. All attention modules
+    of a block share these weights."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -62,8 +63,8 @@ class AttentionWeights(nn.Module):
         self.inputs = nn.Linear(width, 2 * heads * _QUERY_SIZE)
 
     def forward(self, frames: torch.Tensor, inside: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-        """The weights `[B, heads, T, T]`; `inside` `[B, T, 1]` is true inside the utterance, and `angles` is `phases(T,
-        D)`."""
+        """The weights `[B, heads, T, T]`. `inside` `[B, T, 1]` is true inside the utterance, and `angles` is
+        `phases(T, D)`."""
         parts = rotate(self.inputs(frames).unflatten(2, (2, self.heads, _QUERY_SIZE)), angles)
         queries, keys = parts.permute(2, 0, 3, 1, 4).unbind(0)
         scores = queries @ keys.transpose(2, 3) * _QUERY_SIZE**-0.5
@@ -72,7 +73,7 @@ class AttentionWeights(nn.Module):
 
 
 class Attention(nn.Module):
-    """Weighted sums of values by given weights; `[B, T, width]` -> `[B, T, width]`."""
+    """Sums the values of all frames with given weights, from `[B, T, width]` to `[B, T, width]`."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -81,14 +82,14 @@ class Attention(nn.Module):
         self.outputs = nn.Linear(heads * _VALUE_SIZE, width)
 
     def forward(self, frames: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The weighted sums; `weights` are `[B, heads, T, T]`."""
+        """The weighted sums `[B, T, width]`; `weights` are `[B, heads, T, T]`."""
         values = self.values(frames).unflatten(2, (self.heads, _VALUE_SIZE)).transpose(1, 2)
         outputs: torch.Tensor = self.outputs((weights @ values).transpose(1, 2).flatten(2))
         return outputs
 
 
 class NonLinearAttention(nn.Module):
-    """W (A (tanh(s) * x) * y), with s, x and y of 3/4 of the width, and A the first head's weights."""
+    """Computes W (A (tanh(s) * x) * y), where s, x and y have 3/4 of the width, and A are the first head's weights."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -103,7 +104,7 @@ class NonLinearAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """W2 SwooshL(W1 x + b1) + b2."""
+    """Computes W2 SwooshL(W1 x + b1) + b2."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -111,13 +112,14 @@ class FeedForward(nn.Module):
         self.narrowing = nn.Linear(inner, width)
 
     def forward(self, frames: torch.Tensor) -> torch.Tensor:
-        """`[B, T, width]` -> `[B, T, width]`."""
+        """Map `[B, T, width]` to `[B, T, width]`."""
         outputs: torch.Tensor = self.narrowing(swoosh_l(self.widening(frames)))
         return outputs
 
 
 class Convolution(nn.Module):
-    """W2 SwooshR(c * GLU(W1 x)): a convolution c over time, one for each unit; it hears no padding."""
+    """Computes W2 SwooshR(c * GLU(W1 x)), where c is a depthwise convolution over time. Padding does not affect the
+    outputs."""
 
     def __init__(self, width: int, kernel: int) -> None:
         super().__init__()
@@ -126,14 +128,14 @@ class Convolution(nn.Module):
         self.outputs = nn.Linear(width, width)
 
     def forward(self, frames: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
-        """`[B, T, width]` -> `[B, T, width]`; `inside` `[B, T, 1]` is true inside the utterance."""
+        """Map `[B, T, width]` to `[B, T, width]`. `inside` `[B, T, 1]` is true inside the utterance."""
         gated = F.glu(self.gates(frames), dim=2).masked_fill(~inside, 0.0)
         outputs: torch.Tensor = self.outputs(swoosh_r(self.convolution(gated.transpose(1, 2)).transpose(1, 2)))
         return outputs
 
 
 class Block(nn.Module):
-    """One block, `[B, T, width]` -> `[B, T, width]`; the attention's weights A are computed once, from its input x0.
+    """One block, from `[B, T, width]` to `[B, T, width]`. The attention weights A are computed once, from the input x0.
 
     x <- x0 + FF1(x0),  x <- x + NonLinear(A, x),  x <- x + Att1(A, x),  x <- x + Conv1(x),  x <- x + FF2(x)
     x <- Bypass(x0, x)
@@ -155,7 +157,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, before: torch.Tensor, inside: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-        """The outputs `[B, T, width]`; `inside` and `angles` are those of `AttentionWeights`."""
+        """The outputs `[B, T, width]`. `before` is x0; `inside` and `angles` are passed to `AttentionWeights`."""
         weights = self.weights(before, inside, angles)
         frames = before + self.dropout(self.feed_forward[0](before))
         frames = frames + self.dropout(self.non_linear(frames, weights))
@@ -171,9 +173,9 @@ class Block(nn.Module):
 
 
 class Downsample(nn.Module):
-    """Joins each `rate` successive frames into their weighted mean, with learned weights; `[B, T, W]` -> `[B, T', W]`.
+    """Replaces every `rate` successive frames by their mean with learned weights, from `[B, T, W]` to `[B, T', W]`.
 
-    At the end of an utterance, fewer frames may be left to join: weights of frames in the padding are left out.
+    The last group of an utterance may have fewer frames: the frames in the padding have no weight.
     """
 
     def __init__(self, rate: int) -> None:
@@ -182,21 +184,22 @@ class Downsample(nn.Module):
         self.weights = nn.Parameter(torch.zeros(rate))
 
     def forward(self, frames: torch.Tensor, inside: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The joined frames, and the joined `inside` `[B, T, 1]`, which is true inside the utterance."""
+        """The means `[B, T', W]`, and `inside` `[B, T', 1]` at their rate. `inside` is true inside the utterance."""
         extra = -frames.shape[1] % self.rate
         groups = F.pad(frames, (0, 0, 0, extra)).reshape(frames.shape[0], -1, self.rate, frames.shape[2])
         parts = F.pad(inside, (0, 0, 0, extra)).reshape(frames.shape[0], -1, self.rate, 1)
         shares = parts * self.weights.softmax(0)[:, None]
-        # what is in the padding may be anything, hence no product with 0
+        # the padding may contain infinities or NaN, which a product with 0 would not remove
         total = (groups.masked_fill(~parts, 0.0) * shares).sum(2)
         return total / shares.sum(2).clamp(min=1e-5), parts.any(2)
 
 
 class Stack(nn.Module):
-    """Blocks at a lower rate: frames are joined, and repeated at the end; a bypass keeps the fine frames.
+    """Blocks that run at a lower frame rate. Frames are downsampled before the first block and repeated after the last.
+    A bypass combines the results with the frames at the original rate.
 
-    The frames have the width of the previous stack; units beyond this stack's width are dropped, missing units are
-    zero.
+    The input frames have the width of the previous stack. Units beyond this stack's width are dropped, and missing
+    units are zero.
     """
 
     def __init__(self, width: int, layers: int, rate: int, heads: int, kernel: int, dropout: float) -> None:
@@ -209,7 +212,7 @@ class Stack(nn.Module):
             self.bypass = Bypass(width)
 
     def forward(self, frames: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
-        """`[B, T, any]` -> `[B, T, width]`; `inside` `[B, T, 1]` is true inside the utterance."""
+        """Map `[B, T, any width]` to `[B, T, width]`. `inside` `[B, T, 1]` is true inside the utterance."""
         frames = F.pad(frames, (0, self.width - frames.shape[2]))
         before = frames
         if self.rate > 1:
@@ -224,16 +227,16 @@ class Stack(nn.Module):
 
 
 class ZipformerCtc(Network):
-    """Convolutional subsampling, stacks of blocks like a U-Net over time, CTC outputs.
+    """Convolutional subsampling, stacks of blocks like a U-Net over time, and CTC outputs.
 
-    The stacks work at half the rate of the features; with `subsampling: 4`, frames are joined in pairs after the last
-    stack. Each unit of the outputs comes from the last stack that is wide enough to have it.
+    The stacks run at half the rate of the features; with `subsampling: 4`, pairs of frames are averaged after the last
+    stack. Each unit of an encoder frame comes from the last stack that is wide enough to have it.
 
     Source: Yao et al. 2023, "Zipformer: a faster and better encoder for automatic speech recognition" (arXiv
-    2310.11230). Implemented are the stacks, the block and its shared attention weights, BiasNorm, Swoosh and the
-    bypass. Parts that act only on training are left out: Balancer and Whiten, random skips of parts, limits for the
-    bypass, and ScaledAdam. It departs from the paper in that subsampling is `ConvSubsampling`, positions are rotary,
-    and all stacks have the same number of heads and the same kernel.
+    2310.11230). We implement the stacks, the block and its shared attention weights, BiasNorm, Swoosh and the bypass.
+    We leave out the parts that act only in training: Balancer and Whiten, random skips of parts, limits for the bypass,
+    and ScaledAdam. We depart from the paper in three places: subsampling is `ConvSubsampling`, positions are rotary,
+    and all stacks have the same number of heads and the same kernel size.
     """
 
     def __init__(self, config: ZipformerConfig, num_features: int, vocab_size: int) -> None:
@@ -265,8 +268,7 @@ class ZipformerCtc(Network):
 
 
 def widest(outputs: list[torch.Tensor]) -> torch.Tensor:
-    """The units of the last of several outputs `[B, T, W_i]`; units that it lacks come from the last output that has
-    them."""
+    """Combine the outputs `[B, T, W_i]` of several stacks. Each unit comes from the last output that has the unit."""
     parts = [outputs[-1]]
     width = outputs[-1].shape[2]
     for each in reversed(outputs[:-1]):

@@ -1,11 +1,12 @@
-"""The server, which runs until it is stopped.
+"""A server that transcribes audio over HTTP and WebSockets until it is stopped.
 
-GET  /               a page to drop files on and to speak to
-GET  /health         whether the server answers, and how many clients wait
+GET  /               a page on which users drop files or speak
+GET  /health         the state of the server, and the number of clients that wait
 POST /transcribe     a file as `multipart/form-data`, or as the body; ?format=json, txt, srt, vtt, ctm or jsonl
-WS   /live?rate=R    raw PCM in binary messages; JSON with final segments and the partial text comes back
-                     both take phrases as ?boost=, or as a field of the form
+WS   /live?rate=R    raw PCM in binary messages; the server answers with final segments and partial text as JSON
 POST /v1/audio/transcriptions, GET /v1/models, GET /v1/models/{model}     as in OpenAI's API
+
+`/transcribe` and `/live` accept phrases to boost as `?boost=`. Forms may contain them in the field `boost`.
 """
 
 import asyncio
@@ -54,18 +55,18 @@ from starling.timeouts import ANSWERS_END
 
 _Result = TypeVar("_Result")
 
-_LARGEST_MESSAGE = 1 << 20  # bytes of a WebSocket's message: half a minute of audio at 16 kHz
+_LARGEST_MESSAGE = 1 << 20  # bytes of a WebSocket message: half a minute of audio at 16 kHz
 _WAITING_MESSAGES = 32
 _BACKLOG = 1024
 _TOGETHER: Seconds = 30.0
-"""Audio of one client that is decoded before it is the next client's turn."""
+"""Amount of one client's audio that is decoded before it is the next client's turn."""
 _BUSY = 8
-"""Waiting clients above which live ones get no partial results."""
+"""Number of waiting clients at which live clients stop getting partial results."""
 _MOST_BOOSTED = 20_000
-"""Characters of the phrases of a request."""
+"""Maximum number of characters in the phrases of a request."""
 _MOST_FIELDS = 1000
 _WHISPER = "whisper-1"
-"""Many clients of OpenAI's API always ask for the model of this name."""
+"""Name of a model that many clients of OpenAI's API always request."""
 _PAGE_FILES = {"page.html": "text/html", "page.js": "text/javascript", "microphone.js": "text/javascript"}
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; connect-src 'self'; "
@@ -75,7 +76,7 @@ _PAGE_HEADERS = {
 
 
 class _Options(Config):
-    """What a client of OpenAI's API asks for, by the form's fields."""
+    """The options of a request to OpenAI's API, which are fields of its form."""
 
     model: str = ""
     language: str = ""
@@ -105,7 +106,7 @@ class _Options(Config):
 
     @classmethod
     def of(cls, form: FormData) -> Self:
-        """The options in a form, whose lists should have names that end in `[]`. Raises _FieldError naming all
+        """The options in a form. The names of fields that are lists end in `[]`. Raises _FieldError, naming all
         problems."""
         lists = {name: form.getlist(name) for name in form if isinstance(form[name], str)}
         fields = {
@@ -120,7 +121,7 @@ class _Options(Config):
 
 
 class _FieldError(DataError):
-    """A field of a form has a value that cannot be honoured."""
+    """An error about a field of a form with an invalid or unsupported value."""
 
     def __init__(self, name: str, message: str, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
@@ -137,14 +138,14 @@ def serve(
     limits: Limits,
     segmentation: Segmentation | None = None,
 ) -> None:
-    """Answer requests with a model, as `load_model` takes it, until SIGINT or SIGTERM.
+    """Load a model as `load_model` does, and answer requests until SIGINT or SIGTERM.
 
-    The address is passed to `tell` as soon as the server answers. Raises ConfigError for a port that is taken.
+    The address is passed to `tell` as soon as the server accepts requests. Raises ConfigError if the port is in use.
     """
     with _bound(host, port) as listener:
         transcriber = load_model(experiment, is_best, with_beam, segmentation=segmentation)
         silence = np.random.default_rng(0).normal(0.0, 0.1, transcriber.rate).astype(np.float32)
-        transcriber.transcribe(silence, transcriber.rate)  # the first request is then as fast as later ones
+        transcriber.transcribe(silence, transcriber.rate)  # warm-up: the first request is then as fast as later ones
         decoding = ThreadPoolExecutor(1, "starling-decoding")
         config = uvicorn.Config(
             Service(transcriber, str(experiment), limits, decoding).app(host in LOOPBACK),
@@ -156,13 +157,13 @@ def serve(
             server_header=False,
             timeout_graceful_shutdown=round(ANSWERS_END),
         )
-        logging.getLogger("python_multipart").setLevel(logging.ERROR)  # the client is told what is wrong
+        logging.getLogger("python_multipart").setLevel(logging.ERROR)  # the client receives the error
         server = uvicorn.Server(config)
 
         def stop(number: int, frame: FrameType | None) -> None:
             server.should_exit = True
 
-        # before uvicorn has its own handlers, and when it sends itself the signal again after it has stopped
+        # for signals that arrive before uvicorn installs its handlers, or that it raises again after it has stopped
         handlers = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM)}
         try:
             listener.listen(_BACKLOG)
@@ -177,7 +178,7 @@ def serve(
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """A socket that is bound, but does not listen yet."""
+    """A socket that is bound to the address but does not listen yet."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -193,7 +194,7 @@ def _bound(host: str, port: int) -> socket.socket:
 class Service:
     """Answers requests with a model.
 
-    `decoding` has one thread. Each client has at most one piece of work in its queue, so that clients take turns.
+    The executor `decoding` has one thread. Each client has at most one task in its queue, so that clients take turns.
     """
 
     def __init__(self, transcriber: Transcriber, name: str, limits: Limits, decoding: Executor) -> None:
@@ -210,7 +211,7 @@ class Service:
         self._waiting = 0
 
     def app(self, is_local: bool) -> ASGIApp:
-        """The ASGI application. One that `is_local` answers only requests to this machine's loopback address."""
+        """The ASGI application. With `is_local`, it answers only requests to this machine's loopback address."""
         inner = Starlette(
             routes=[
                 Route("/", self._page),
@@ -228,7 +229,7 @@ class Service:
         return Guard(inner, self._limits, is_local)
 
     async def _decoded(self, work: Callable[[], _Result]) -> _Result:
-        """The result of some work in the thread that decodes, when it has been its turn."""
+        """Run `work` in the decoding thread when it is its turn, and return the result."""
         self._waiting += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._decoding, work)
@@ -267,7 +268,7 @@ class Service:
         return Response(text, media_type=FORMATS[form])
 
     async def _models(self, request: Request) -> Response:
-        """The model, or the list of it alone."""
+        """Answer a request for the list of models, which has one entry, or for a single model."""
         if (asked := request.path_params.get("model")) is None:
             return JSONResponse({"object": "list", "data": [self._model]})
         self._check_model(asked)
@@ -280,7 +281,7 @@ class Service:
             raise _FieldError("model", message, 404, "model_not_found")
 
     async def _transcribe_form(self, request: Request) -> Response:
-        """What OpenAI's API answers for an audio file in a form."""
+        """Transcribe the audio file in a form, and answer as OpenAI's API does."""
         async with AsyncExitStack() as stack:
             audio, name, form = await _upload(request, stack)
             options = _Options.of(form)
@@ -300,7 +301,7 @@ class Service:
         return Response(formatted(whole, options.response_format, name), media_type=FORMATS[options.response_format])
 
     def _boosted(self, texts: Sequence[object]) -> Transcriber:
-        """The transcriber with the phrases in the lines of some fields."""
+        """A transcriber that boosts the phrases in `texts`, which have one phrase on each line."""
         lines = "\n".join(text for text in texts if isinstance(text, str))
         if len(lines) > _MOST_BOOSTED:
             raise _FieldError("boost", f"boost: phrases of at most {_MOST_BOOSTED} characters, got {len(lines)}")
@@ -312,13 +313,14 @@ class Service:
     async def _begun(
         self, transcriber: Transcriber, audio: IO[bytes], name: str, rate: int | None, stack: AsyncExitStack
     ) -> tuple[Transcript, Iterator[Transcript]]:
-        """The first stage of an upload's transcript, and the others. An error in the first has a status of its own."""
+        """The first stage of an upload's transcript, and an iterator over the later stages. Because the first stage is
+        computed before the response begins, its errors can set the HTTP status."""
         growing = self._growing(transcriber, audio, name, rate)
         stack.push_async_callback(self._decoded, growing.close)
         return await self._decoded(partial(next, growing)), growing
 
     async def _whole(self, request: Request, first: Transcript, rest: Iterator[Transcript]) -> Transcript:
-        """The last stage of a transcript. Raises ClientDisconnect as soon as the client has gone."""
+        """The last stage of a transcript. Raises ClientDisconnect as soon as the client has disconnected."""
         async for stage in self._all(first, rest):
             if await request.is_disconnected():
                 raise ClientDisconnect
@@ -328,8 +330,8 @@ class Service:
     def _growing(
         self, transcriber: Transcriber, audio: IO[bytes], name: str, raw_rate: int | None
     ) -> Generator[Transcript, None, None]:
-        """The transcript of an upload as it grows part by part, and as a whole at the end. Raises DataError for what is
-        no audio, or too long."""
+        """Yield the transcript of an upload after each part, and the whole transcript at the end. Raises DataError if
+        the upload is not audio or is too long."""
 
         def blocks(sound: Sound) -> Iterator[NDArray[np.float32]]:
             for block in sound:
@@ -345,7 +347,7 @@ class Service:
             yield Transcript(segments, sound.heard, sound.note)
 
     async def _all(self, first: Transcript, rest: Iterator[Transcript]) -> AsyncIterator[Transcript]:
-        """The first and the other stages of a growing transcript, each as soon as it has been its turn."""
+        """Yield the first stage of a transcript, and then each later stage as soon as it has been computed."""
         stage: Transcript | None = first
         while stage is not None:
             yield stage
@@ -354,7 +356,7 @@ class Service:
     async def _lines(
         self, name: str, first: Transcript, rest: Iterator[Transcript], stack: AsyncExitStack
     ) -> AsyncIterator[str]:
-        """A JSON object for each segment as soon as it is known, and one with the whole text at the end."""
+        """Yield a JSON object for each segment as soon as it is known, and one with the whole text at the end."""
         async with stack:
             told = 0
             try:
@@ -368,7 +370,7 @@ class Service:
             yield _line({key: value for key, value in whole.as_json(name).items() if key != "segments"})
 
     async def _events(self, first: Transcript, rest: Iterator[Transcript], stack: AsyncExitStack) -> AsyncIterator[str]:
-        """Events of OpenAI's API: new text as soon as it is known, and the whole text at the end."""
+        """Yield events of OpenAI's API: new text as soon as it is known, and the whole text at the end."""
         async with stack:
             told = ""
             try:
@@ -420,7 +422,7 @@ class Service:
 
 
 async def _upload(request: Request, stack: AsyncExitStack) -> tuple[IO[bytes], str, FormData]:
-    """The audio of a request, in memory or in a temporary file, its name, and the form that it is in."""
+    """The audio of a request (in memory or in a temporary file), its name, and the form that contains it."""
     if request.headers.get("content-type", "").startswith("multipart/form-data"):
         form = await stack.enter_async_context(
             request.form(max_files=1, max_fields=_MOST_FIELDS, max_part_size=4 * _MOST_BOOSTED)
@@ -439,7 +441,7 @@ async def _upload(request: Request, stack: AsyncExitStack) -> tuple[IO[bytes], s
 
 
 def _rate(text: str, name: str, otherwise: str) -> int:
-    """A sampling rate of a query; `otherwise` is the reason why a text that is no number is refused."""
+    """The sampling rate in a query's parameter. `otherwise` is the error message for a text that is not a number."""
     if not text.isdecimal():
         raise DataError(otherwise)
     check_rate(int(text), name)
@@ -455,9 +457,9 @@ def _event(content: dict[str, object]) -> str:
 
 
 def _verbose(whole: Transcript, options: _Options, tokenizer: Tokenizer) -> dict[str, object]:
-    """OpenAI's `verbose_json`, and a `note`, if there is one. Its clients need all fields of a segment;
-    `no_speech_prob` is 0, because only stretches with speech are decoded."""
-    language = options.language or "und"  # the code of ISO 639 for an undetermined language
+    """The transcript as OpenAI's `verbose_json`, with the `note`, if there is one. Clients of OpenAI's API need all
+    fields of a segment. `no_speech_prob` is 0, because only stretches with speech are decoded."""
+    language = options.language or "und"  # ISO 639 code of an undetermined language
     said = {"task": "transcribe", "language": language, "duration": round(whole.seconds, 3), "text": whole.text}
     if whole.note:
         said["note"] = whole.note
@@ -470,7 +472,7 @@ def _verbose(whole: Transcript, options: _Options, tokenizer: Tokenizer) -> dict
     said["segments"] = [
         {
             "id": number,
-            "seek": round(100 * segment.start),  # in frames of 10 ms: each segment is decoded from its beginning
+            "seek": round(100 * segment.start),  # in frames of 10 ms; each segment is decoded separately
             "start": segment.start,
             "end": segment.end,
             "text": segment.text,
@@ -487,12 +489,12 @@ def _verbose(whole: Transcript, options: _Options, tokenizer: Tokenizer) -> dict
 
 def _log_confidence(segment: Segment) -> float:
     """The mean over words of the logarithm of their confidence; 0 without words."""
-    logs = [math.log(max(word.confidence, 1e-4)) for word in segment.words or ()]  # rounded to four decimals, also to 0
+    logs = [math.log(max(word.confidence, 1e-4)) for word in segment.words or ()]  # may be rounded to 0
     return sum(logs) / max(1, len(logs))
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    """Why there is no other answer; a client that has gone does not read it."""
+    """The response that states the error in a request. A client that has disconnected does not read it."""
     path = request.scope["path"]
     if isinstance(error, HTTPException):
         return JSONResponse(problem(path, error.detail), error.status_code, error.headers)
@@ -502,6 +504,6 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    """A fault of the server, whose log has the traceback."""
+    """The response to a request on which the server failed. The traceback is in the server's log."""
     path = request.scope["path"]
     return JSONResponse(problem(path, "the server failed; its log says why", kind="server_error"), 500)

@@ -1,4 +1,5 @@
-"""Limits on each connection: its size, the time that a client may take, and the pages that may use the server."""
+"""Limits on each connection: the size of uploads, the time that a client may take, and the sites that may use the
+server."""
 
 import asyncio
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ OPENAI = "/v1/"
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits on what a client may ask for."""
+    """Limits on the requests of a client."""
 
     upload_bytes: int
     audio_seconds: Seconds
@@ -31,7 +32,7 @@ class Limits:
 def problem(
     path: str, message: str, parameter: str | None = None, code: str | None = None, kind: str = "invalid_request_error"
 ) -> dict[str, object]:
-    """The JSON of an error; OpenAI's clients expect their own format, which names the wrong parameter."""
+    """The JSON of an error. Clients of OpenAI's API expect its format, which names the wrong parameter."""
     if not path.startswith(OPENAI):
         return {"error": message}
     return {"error": {"message": message, "type": kind, "param": parameter, "code": code}}

@@ -44,7 +44,7 @@ _ROUNDS_AFTER_FLAT_START, _ROUNDS_AFTER_CTC = 20, 5
 
 
 def too_few_frames(recipe: Recipe, train: SpeechSets, tokenizer: Tokenizer, features: LogMel) -> list[TooShort]:
-    """The utterances with fewer frames than states that cannot be skipped."""
+    """The utterances that have fewer frames than states that cannot be skipped."""
     speller = _speller(recipe, tokenizer)
     found = []
     for number, (name, text, seconds) in enumerate(transcripts(train)):
@@ -60,8 +60,8 @@ def make_frames(
 ) -> TiedStates:
     """Store the features of the training set in `folder.frames`, align them, and return their tied states.
 
-    A resumed run takes over what the previous run stored. Raises ConfigError and DataError for data, words or an
-    aligning model that cannot be used.
+    A resumed run uses the files that the previous run stored. Raises ConfigError or DataError if the data, the words or
+    the aligning model cannot be used.
     """
     decoding = recipe.decoding or DecodingConfig()
     if decoding.word_list is not None:
@@ -91,7 +91,7 @@ def _speller(recipe: Recipe, tokenizer: Tokenizer) -> StateSpeller:
 
 
 def _link(source: str, target: str) -> None:
-    """Link a file, or copy it to another disk."""
+    """Link a file, or copy it if the target is on a different file system."""
     try:
         os.link(source, target)
     except OSError:
@@ -99,7 +99,7 @@ def _link(source: str, target: str) -> None:
 
 
 def _store(recipe: Recipe, train: SpeechSets, features: LogMel, folder: Path, say: Say) -> None:
-    """Write the features of all usable utterances, at each speed."""
+    """Write the features of all usable utterances, at every speed of the recipe."""
     num_written = 0
     bad: list[str] = []
     speeds = sorted(set(recipe.augment.speed))
@@ -134,8 +134,8 @@ def _store(recipe: Recipe, train: SpeechSets, features: LogMel, folder: Path, sa
 
 
 def _at_speed(utterance: Stored, speed: float, features: LogMel) -> Tensor:
-    """The waveform `[T]` of an utterance at `speed` times its speed. Raises DataError for an utterance that has no
-    features."""
+    """The waveform `[T]` of an utterance at `speed` times its speed. Raises DataError if no features can be computed
+    from the utterance."""
     waveform, rate = features.checked(utterance.samples, utterance.id), features.sampling_rate
     return features.checked(resampled(waveform, round(rate * speed), rate), utterance.id)
 
@@ -167,8 +167,8 @@ def _align(
     if tree.num_states < wanted.number:
         say(
             f"{tree.num_states} tied states, and states.number is {wanted.number}: the training texts have "
-            f"{len(transcripts.states)} different states in context, and a tied state has {wanted.min_frames} frames "
-            "at least"
+            f"{len(transcripts.states)} different states in context, and a tied state needs at least "
+            f"{wanted.min_frames} frames"
         )
     counts = np.zeros(tree.num_states)
     for each in tied:
@@ -186,17 +186,17 @@ def _align(
 
 
 def _load_aligner(source: Path, recipe: Recipe) -> Recogniser:
-    """Load the model that aligns. Raises ConfigError if its frames or characters differ from those of the recipe."""
+    """Load the aligning model. Raises ConfigError if its frames or characters differ from those of the recipe."""
     model = load_newest(source)
     if model.features.sampling_rate != recipe.data.sampling_rate:
         raise ConfigError(
             f"alignment.experiment: {source} hears {model.features.sampling_rate} Hz, and data.sampling_rate is "
-            f"{recipe.data.sampling_rate}; align with a model of that rate"
+            f"{recipe.data.sampling_rate}; align with a model that has this sampling rate"
         )
     if model.features.config.frame_shift != recipe.features.frame_shift:
         raise ConfigError(
             f"alignment.experiment: {source} has a frame every {model.features.config.frame_shift} s, and "
-            f"features.frame_shift is {recipe.features.frame_shift}; align with a model of that shift"
+            f"features.frame_shift is {recipe.features.frame_shift}; align with a model that has this frame shift"
         )
     if not isinstance(model.tokenizer, CharacterTokenizer):
         raise ConfigError(f"alignment.experiment: {source} has no characters as tokens; align with a model that has")
@@ -214,7 +214,7 @@ class _Aligner:
     per_unit: int
 
     def by_states(self, states: TiedStates, texts: list[tuple[str, str]]) -> Labels:
-        """Positions by the scaled likelihoods of the model's tied states."""
+        """Align by the scaled likelihoods of the model's tied states, and return the position of each frame."""
         if states.per_unit != self.per_unit:
             raise ConfigError(
                 f"alignment.experiment: its model has {states.per_unit} states per character, but states.per_unit is "
@@ -226,7 +226,8 @@ class _Aligner:
         return align(self.frames.lengths, labels, self.transcripts.optional, score)
 
     def by_ctc(self) -> Labels:
-        """Positions on the best path of a CTC model; an utterance that is too short for CTC is divided equally."""
+        """Align by the best path of a CTC model, and return the position of each frame. An utterance that is too short
+        for CTC is divided equally among its positions."""
         frames, config, encode = self.frames, self.model.model_config, self.model.tokenizer.encode
         numbers = frames.utterances.tolist()
         texts = [" ".join(self.train.text(number).split()) for number in numbers]

@@ -1,5 +1,6 @@
-"""The utterances that a recipe trains on, and the plan of its mini-batches, which hold whole utterances or
-sub-sequences of frames. A plan is a pure function, so that all processes agree. This module does not load torch."""
+"""The utterances that a recipe trains on, and the plan of its mini-batches, which consist of whole utterances or
+sub-sequences of frames. A plan is a pure function, so that all processes agree on it. This module does not load
+torch."""
 
 from abc import abstractmethod
 from collections import Counter
@@ -37,15 +38,16 @@ from starling.workload import Ticket
 
 Pieces = NDArray[np.int64]
 """Sub-sequences `[n, 3]`: the utterance, the first frame, and the frame after the last."""
-_WINDOWS_KEPT = 3  # the current one, the next, which is loaded ahead, and one that a slow learner is still in
+_WINDOWS_KEPT = 3  # the current window, the next, which is loaded ahead, and one for a slow learner
 _EPOCHS_KEPT = 3
 
 
 class RecipePlan(MiniBatches):
-    """The mini-batches of a recipe from the chosen `utterances`, as a pure function of its seed and the ticket.
+    """The mini-batches of a recipe, composed of `utterances`. They are a pure function of the recipe's seed and the
+    ticket.
 
-    If the recipe divides the utterances among learners, each mini-batch is drawn at random from the ticket's part; an
-    epoch is then only a number of mini-batches.
+    If the recipe divides the utterances among learners, each mini-batch is drawn at random from the part of the ticket.
+    An epoch is then only a number of mini-batches.
     """
 
     def __init__(self, recipe: Recipe, utterances: SpeechSets) -> None:
@@ -53,11 +55,11 @@ class RecipePlan(MiniBatches):
         self.num_parts = 1 if recipe.partition == "identical" else recipe.num_workers
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_planner"}  # each process makes its own
+        return {name: value for name, value in vars(self).items() if name != "_planner"}  # processes make their own
 
     @property
     def num_examples(self) -> int:
-        """The number of utterances, or of sub-sequences of an epoch."""
+        """The number of utterances, or the number of sub-sequences in an epoch."""
         return self._planner.num_examples
 
     def num_batches(self, epoch: int) -> int:
@@ -79,8 +81,8 @@ class RecipePlan(MiniBatches):
         """The names of a micro-batch's examples."""
 
     def shares(self) -> list[str]:
-        """Lines about the mixture and the partition: the passes over each domain in an epoch, and the sizes of the
-        parts.
+        """Descriptions of the mixture (the passes over each domain in an epoch) and of the partition (the sizes of its
+        parts).
 
         Raises DataError if a domain has no utterances, and ConfigError if the data are too few for the learners.
         """
@@ -108,12 +110,12 @@ class RecipePlan(MiniBatches):
 
 
 class UtterancePlan(RecipePlan):
-    """Mini-batches of whole utterances; a micro-batch holds indices of `utterances`."""
+    """A plan of mini-batches of whole utterances. A micro-batch is an array of indices in `utterances`."""
 
     examples = "utterances"
 
     def names(self, micro_batch: NDArray[np.int64]) -> list[str]:
-        """The ids of utterances."""
+        """The ids of a micro-batch's utterances."""
         return [self.utterances.id(index) for index in micro_batch.tolist()]
 
     def shares(self) -> list[str]:
@@ -123,8 +125,8 @@ class UtterancePlan(RecipePlan):
         return [f"passes over domains in an epoch: {passes}"]
 
     def passes(self, times: Counter[str]) -> str | None:
-        """A description of how many passes over each domain of a mixture were made, from how often each utterance was
-        seen; None without a mixture."""
+        """A description of the number of passes over each domain of a mixture, given how often each utterance was used.
+        None without a mixture."""
         if self.recipe.mixture is None:
             return None
         lines, train = [], self.utterances
@@ -144,21 +146,21 @@ class UtterancePlan(RecipePlan):
 
 
 class Planner:
-    """Plans the epochs of a set; a pure function of the constructor's arguments.
+    """Plans the epochs of a set, as a pure function of the constructor's arguments.
 
-    `durations` (`[N]`, seconds) belong to the set's utterances; `windows` say which utterances an epoch contains, and
-    which are shuffled together; `draws_seed` is the seed for drawing from parts.
+    `durations` (`[N]`, seconds) are those of the set's utterances. `windows` determine which utterances an epoch
+    contains, and which utterances are shuffled together. `draws_seed` is the seed for drawing from parts.
 
     In a window, utterances are sorted by duration into buckets, and the utterances of a bucket are assigned to
     micro-batches at random. A micro-batch with its padding is at most `max_duration` long, unless it consists of one
     longer utterance, or the window has too few utterances to fill `accumulate` without merging. Each mini-batch has
     `accumulate` micro-batches (fewer if the window has fewer utterances). Groups of `similar` mini-batches are in
-    random order; mini-batches that do not fill a group come last. In the first epoch, mini-batches can instead be in
-    order of duration (`shortest_first`).
+    random order, and mini-batches that do not fill a group come last. In the first epoch, mini-batches can instead be
+    in order of duration (`shortest_first`).
 
-    If the data are divided, mini-batches are drawn at random from parts instead: the utterances of a part are sorted
-    into buckets, and for each mini-batch they are divided into micro-batches at random, of which `accumulate` are
-    drawn; so all utterances are equally likely. Raises DataError for a set without utterances.
+    If the data are divided, mini-batches are drawn at random from parts instead. The utterances of a part are sorted
+    into buckets. For each mini-batch, they are divided into micro-batches at random, and `accumulate` of these are
+    drawn. All utterances are thus equally likely. Raises DataError for a set without utterances.
     """
 
     def __init__(
@@ -170,12 +172,12 @@ class Planner:
         draws_seed: int,
     ) -> None:
         if not len(durations):
-            raise DataError("there are no utterances to plan an epoch with; check the training set")
+            raise DataError("there are no utterances to train on; check the training set")
         self._durations, self._config, self._seed, self._draws_seed = durations, config, seed, draws_seed
         self.windows, self.num_examples = windows, len(durations)
         self._grouped: dict[int, tuple[NDArray[np.int64], list[Bucket]]] = {}
         self.window = lru_cache(_WINDOWS_KEPT)(self._plan)
-        """Returns the mini-batches of a window of an epoch, in order."""
+        """A cached function that returns the mini-batches of a window of an epoch, in order."""
         self._ends_of_windows = lru_cache(_EPOCHS_KEPT)(self._count)
 
     def num_batches(self, epoch: int) -> int:
@@ -191,7 +193,7 @@ class Planner:
         return self.window(epoch, window)[index - (int(ends[window - 1]) if window else 0)]
 
     def draw(self, part: int, step: int, parts: NDArray[np.int32]) -> MiniBatch:
-        """The mini-batch of a part for ticket number `step`; `parts` `[N]` is the part of each utterance."""
+        """Draw the mini-batch of a part for ticket number `step`. `parts` `[N]` are the parts of all utterances."""
         if part not in self._grouped:
             members = np.flatnonzero(parts == part)
             self._grouped[part] = members, fill_buckets(self._durations[members], self._config)
@@ -223,7 +225,7 @@ class Planner:
 
 
 class FramePlan(RecipePlan):
-    """Mini-batches of sub-sequences of `frames`, which are the aligned utterances of `train`."""
+    """A plan of mini-batches of sub-sequences, cut from `frames`, the aligned utterances of `train`."""
 
     examples = "sub-sequences"
 
@@ -238,7 +240,8 @@ class FramePlan(RecipePlan):
         return SequencePlanner(self.frames.lengths, config, recipe.batches.accumulate, seed)
 
     def names(self, micro_batch: NDArray[np.int64]) -> tuple[str, ...]:
-        """The name of each sub-sequence: `utterance[first:end]`, or `utterance@speed[first:end]` at another speed."""
+        """The name of each sub-sequence: `utterance[first:end]`, or `utterance@speed[first:end]` if the speed was
+        changed."""
         return tuple(f"{self._name(utterance)}[{first}:{end}]" for utterance, first, end in micro_batch.tolist())
 
     def _name(self, utterance: int) -> str:
@@ -249,10 +252,10 @@ class FramePlan(RecipePlan):
 class SequencePlanner:
     """Cuts utterances of `lengths` `[U]` frames into sub-sequences, and distributes these at random among mini-batches.
 
-    Each frame is in exactly one sub-sequence of an epoch. If an utterance's length is not a multiple of a
-    sub-sequence's, its first sub-sequence, its last, or both are shorter; by how much is drawn for each epoch. A
+    Each frame is in exactly one sub-sequence of an epoch. If an utterance's length is not a multiple of the length of a
+    sub-sequence, its first sub-sequence, its last, or both are shorter. Their lengths are drawn for each epoch. A
     mini-batch has at most `batch * accumulate` sub-sequences, and the mini-batches of an epoch differ in size by at
-    most one. The order of an epoch is kept in memory, 8 bytes for each sub-sequence. Raises DataError for a set without
+    most one. The order of an epoch takes 8 bytes of memory for each sub-sequence. Raises DataError for a set without
     frames.
     """
 
@@ -281,8 +284,8 @@ class SequencePlanner:
         return self._split(self._pieces(order[first:end], offsets))
 
     def draw(self, part: int, step: int, parts: NDArray[np.int32]) -> MiniBatch:
-        """A mini-batch of sub-sequences drawn from the utterances of a part; `parts` `[U]` is the part of each
-        utterance."""
+        """Draw a mini-batch of sub-sequences from the utterances of a part. `parts` `[U]` are the parts of all
+        utterances."""
         generator = np.random.default_rng(derive_seed(self._seed, "draw", part, step))
         numbers = np.flatnonzero(np.repeat(parts == part, np.diff(self._ends, prepend=0)))
         size = self._config.batch * self._accumulate

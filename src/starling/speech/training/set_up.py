@@ -1,5 +1,5 @@
-"""The set-up before learners start, with the checks that need the data, and the weights of another experiment where
-training begins with them; also a recipe's job, and the writer of its models."""
+"""The set-up of a run before learners start, with the checks that need the data, and the warm start from another
+experiment. This module also creates a recipe's job, and writes its models."""
 
 import math
 import os
@@ -45,8 +45,8 @@ from starling.training.tickets import TicketSequence
 
 Seconds = float
 MIN_AUDIO_FOR_PROCESSES: Seconds = 1800.0
-"""Minimum audio that a learner loads in a run for loading processes to be worthwhile: with less, they take longer to
-start than they save. One core loads this much in 10 to 20 s."""
+"""Minimum audio that a learner must load in a run for loading processes to be worthwhile. With less audio, they take
+longer to start than the time that they save. One core loads this much in 10 to 20 s."""
 AUDIO_PER_SECOND = 100.0
 """Assumed seconds of audio that a learner trains on per second, used to estimate the audio of a budget in minutes."""
 MAX_PROCESSES = 4
@@ -77,7 +77,7 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: OnProgr
     phones = _phones(recipe, train, say)
     recogniser = _untrained(recipe, features, tokenizer, states, phones, say)
     if recipe.island.tensor > 1:
-        tensor_plan(recogniser.model)  # raises if it has none
+        tensor_plan(recogniser.model)  # raises an error if the model has no plan
     for line in in_words(recogniser.model, recipe.freeze):
         say(line)
     recogniser.save(folder.initial)
@@ -112,7 +112,7 @@ def set_up(recipe: Recipe, folder: ExperimentFolder, say: Say, progress: OnProgr
 
 
 def _phones(recipe: Recipe, train: SpeechSets, say: Say) -> Phones | None:
-    """The phones of the training set's words, if the model has phones; a resumed run keeps the phones it had."""
+    """The phones of the training set's words, or None if the model has no phones. A resumed run keeps its phones."""
     if recipe.model.phones is None:
         return None
     if recipe.resume is not None:
@@ -135,8 +135,8 @@ def _untrained(
     phones: Phones | None,
     say: Say,
 ) -> Recogniser:
-    """A recogniser whose weights are drawn with the recipe's seed, loaded from its published checkpoint, which is not
-    needed afterwards, or taken from another experiment."""
+    """A recogniser before training. Its weights are drawn with the recipe's seed, loaded from a published checkpoint
+    (which is not needed afterwards), or taken from another experiment."""
     model, published = recipe.model, None
     if isinstance(model, PublishedConfig):
         model, published = model.model_copy(update={"checkpoint": None}), model.checkpoint
@@ -152,7 +152,7 @@ def _untrained(
 
 
 def _sizes(recipe: Recipe, num_tokens: int, states: TiedStates | None, batches: int) -> str:
-    """A description of the outputs, the mini-batches, and how much the learners process at a time."""
+    """A description of the outputs, the mini-batches, and the amount that the learners process at a time."""
     kind = "learner" if recipe.island.tensor == 1 else "island"
     learners = kind if recipe.num_workers == 1 else f"{kind}s"
     if states is None or recipe.sequences is None:
@@ -170,8 +170,8 @@ def _sizes(recipe: Recipe, num_tokens: int, states: TiedStates | None, batches: 
 
 
 def set_up_like(recipe: Recipe, before: ExperimentFolder, folder: ExperimentFolder) -> None:
-    """Write to `folder` what `set_up` would write, reusing what it wrote to `before` for a recipe that differs only in
-    its seed or, with `loss: frames`, in its model."""
+    """Write the files that `set_up` would write to `folder`, reusing those in `before`. The recipe of `before` may
+    differ only in its seed or, with `loss: frames`, in its model."""
     initial = Recogniser.load(before.initial)
     recogniser = _untrained(
         recipe, initial.features, initial.tokenizer, initial.states, initial.phones, lambda line: None
@@ -181,7 +181,7 @@ def set_up_like(recipe: Recipe, before: ExperimentFolder, folder: ExperimentFold
         shutil.copyfile(before.too_short, folder.too_short)
     if before.frames.exists():
         shutil.rmtree(folder.frames, ignore_errors=True)
-        shutil.copytree(before.frames, folder.frames, copy_function=os.link)  # nothing changes them
+        shutil.copytree(before.frames, folder.frames, copy_function=os.link)  # the files never change
     recogniser.save(folder.initial)
 
 
@@ -207,7 +207,7 @@ def schedule_change(recipe: Recipe, workload: SpeechWorkload | FrameWorkload) ->
 
 
 def load_workload(recipe: Recipe, folder: ExperimentFolder) -> SpeechWorkload | FrameWorkload:
-    """The workload of a recipe after `set_up`."""
+    """The workload of a recipe whose `folder` is set up."""
     plan = load_plan(recipe, folder)
     if isinstance(plan, FramePlan):
         return FrameWorkload(plan, folder.initial)
@@ -240,7 +240,7 @@ def _leave_out_too_short(
         allowed = f"data.filter.max_skipped allows {recipe.data.filter.max_skipped:.2%}"
         raise DataError(f"{problem}; {allowed}: {remedy}, or raise that limit")
     write_table(path, TooShort._fields, found)
-    listed = recipe.folder / path.name  # the list is moved there later
+    listed = recipe.folder / path.name  # the list will be moved there
     say(
         f"{train.name}: {len(found)} of {len(train)} utterances are too short for {whom} and are left out: "
         f"{some([each.id for each in found], 3)}; they are listed in {listed}"
@@ -253,7 +253,7 @@ def make_job(recipe: Recipe, folder: ExperimentFolder, learners_here: int | None
     workload = load_workload(recipe, folder)
     num_workers = recipe.batches.num_workers
     if num_workers == "auto":
-        num_workers = 0  # in a simulation; and what frames need is ready on the disk
+        num_workers = 0  # simulations need none, and frames are read from disk without further work
         if learners_here is not None and isinstance(workload, SpeechWorkload):
             epoch = float(workload.plan.utterances.durations.sum(dtype=np.float64))
             num_workers = loading_processes(recipe, learners_here, cores_here(), epoch)
@@ -267,11 +267,11 @@ def make_job(recipe: Recipe, folder: ExperimentFolder, learners_here: int | None
 
 
 def loading_processes(recipe: Recipe, learners_here: int, cores: int, epoch: Seconds) -> int:
-    """The number of loading processes per learner for `batches.num_workers: auto`; `epoch` is the length of the audio
+    """The number of loading processes per learner for `batches.num_workers: auto`. `epoch` is the length of the audio
     of an epoch.
 
-    Zero if learners have less than a core each, or if a learner loads little audio. A model on the CPU needs one
-    process.
+    The number is 0 if there is less than one core per learner, or if a learner loads little audio. A model on the CPU
+    needs one process.
     """
     budget, batch = recipe.budget, recipe.batches.max_duration * recipe.batches.accumulate
     limits = [
@@ -318,23 +318,24 @@ class ModelWriter:
 
 
 _ROW_BLOCKS = {".weight_ih_l": 4, ".weight_hh_l": 4, ".bias_ih_l": 4, ".bias_hh_l": 4, ".attention.inputs.": 3}
-"""Number of blocks of rows in parameters, by parts of their names: the gates of an LSTM; queries, keys and values."""
+"""Number of blocks of rows in a parameter, by a part of its name. The blocks are the gates of an LSTM, or queries, keys
+and values."""
 _OF_FEATURES = ("subsampling.convolutions.0.weight", "subsampling.projection.weight", "window.weight")
 """Parameters with a column for each feature. If the features differ, no column has the same meaning."""
 _LISTED = 6
 
 
 def warm_start(recogniser: Recogniser, source: Path, sizes: Literal["strict", "partial"] = "strict") -> list[str]:
-    """Load the weights of an experiment's newest model, a checkpoint or a recogniser's folder into `recogniser`; return
-    lines that report what was taken.
+    """Load the weights of an experiment's newest model, a checkpoint or a recogniser's folder into `recogniser`.
+    Returns lines that report which weights were copied.
 
     The output rows of tokens and phones that both models have are copied, matched by name. With `partial` sizes, a
-    parameter whose size differs from its counterpart's takes the part that overlaps, separately for each gate of an
-    LSTM and each direction of a bidirectional one. Weights from new units to old ones are set to zero, so that added
-    units do not change old ones. Parameters of layers that the source does not have stay unchanged.
+    parameter whose size differs from its counterpart's receives the part that overlaps, separately for each gate of an
+    LSTM and each direction of a bidirectional LSTM. Weights from new units to old units are set to zero, so that added
+    units do not change the outputs of old units. Parameters of layers that the source does not have stay unchanged.
 
     Raises:
-        ConfigError: `sizes` is strict and some sizes differ, which the message lists; or nothing fits.
+        ConfigError: `sizes` is strict and some sizes differ (the message lists them), or no parameter fits.
         CheckpointError: `source` has no model.
     """
     other = load_newest(source)
@@ -365,7 +366,7 @@ def warm_start(recogniser: Recogniser, source: Path, sizes: Literal["strict", "p
         there = other.phones.outputs if other.phones is not None else []
         transfer.take_rows(PHONES, _alike(recogniser.phones.outputs, there))
     if not transfer.num_values:
-        raise ConfigError(f"warm_start: nothing of {source} fits this recipe's model; use the same model.name")
+        raise ConfigError(f"warm_start: no weights of {source} fit this recipe's model; use the same model.name")
     recogniser.model.load_state_dict(own)
     here, rate = recogniser.features.sampling_rate, other.features.sampling_rate
     rates = "" if here == rate else f"; it was trained at {rate} Hz, this recipe has {here} Hz"
@@ -377,7 +378,7 @@ def warm_start(recogniser: Recogniser, source: Path, sizes: Literal["strict", "p
 
 
 class _Transfer:
-    """Copies parameters of another model, and records by name what was taken."""
+    """Copies parameters of another model, and records the names of the parameters that were copied."""
 
     def __init__(self, recogniser: Recogniser, other: Recogniser) -> None:
         self.own, self.theirs = recogniser.model.state_dict(), other.model.state_dict()
@@ -400,7 +401,7 @@ class _Transfer:
 
     def take(self, name: str, value: Tensor, given: Tensor) -> None:
         """Copy `given` into `value`. If their sizes differ, copy the part that overlaps, and set weights from new units
-        to old ones to zero."""
+        to old units to zero."""
         if value.shape == given.shape:
             value.copy_(given)
             self.num_values += value.numel()
@@ -409,7 +410,7 @@ class _Transfer:
             self.new.append(name)
             return
         rows = next((count for part, count in _ROW_BLOCKS.items() if part in name), 1)
-        is_behind_lstm = not name.startswith(("subsampling.", "layers.0."))  # hears the outputs of both directions
+        is_behind_lstm = not name.startswith(("subsampling.", "layers.0."))  # its inputs are both directions' outputs
         columns = self._directions if value.ndim > 1 and ".weight_hh_l" not in name and is_behind_lstm else 1
         mine, theirs = _blocks(value, rows, columns), _blocks(given, rows, columns)
         if mine is None or theirs is None:
@@ -422,7 +423,7 @@ class _Transfer:
         self.num_values += mine[:, :height, :, :width].numel()
 
     def in_part_lines(self) -> list[str]:
-        """Lines about parameters that were not taken unchanged."""
+        """Lines about the parameters that were not copied unchanged."""
         found = {
             "taken in part": [f"{name} {sizes}" for name, sizes in self.in_part.items()],
             "new": self.new,
@@ -432,7 +433,7 @@ class _Transfer:
 
 
 def _output(recogniser: Recogniser, other: Recogniser, transfer: _Transfer) -> str:
-    """Take the rows of the output layer that mean the same, and return a description of this."""
+    """Copy the rows of the output layer that have the same meaning in both models, and return a description."""
     if recogniser.states is not None or other.states is not None:
         if recogniser.states is None or not recogniser.states.means_the_same(other.states):
             states = recogniser.states
@@ -453,7 +454,7 @@ def _output(recogniser: Recogniser, other: Recogniser, transfer: _Transfer) -> s
 
 
 def _alike(names: Sequence[str], there: Sequence[str]) -> list[tuple[int, int]]:
-    """Pairs of rows, in `names` and in `there`, for the outputs that both have."""
+    """Pairs of rows (in `names` and in `there`) of the outputs that both models have."""
     places = {name: row for row, name in enumerate(there)}
     return [(row, places[name]) for row, name in enumerate(names) if name in places]
 

@@ -372,7 +372,7 @@ def _silent(looked: Looked, name: str) -> tuple[str, str] | None:
 
 
 def _learning_rate(recipe: Recipe, folder: ExperimentFolder, train: SpeechSets, own: Looked) -> tuple[str, str] | None:
-    """The cause and the remedy if the loss is well above that of a model that hears nothing."""
+    """The cause and the remedy if the loss is well above that of a model that ignores the audio."""
     before = look(Recogniser.load(folder.initial), train).ratio if (own.ratio or 0.0) > _WORSE else None
     if own.ratio is None or before is None:
         return None

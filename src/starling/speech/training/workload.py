@@ -1,4 +1,5 @@
-"""The workloads of speech recognition: prepared audio, the plan of its mini-batches, the model and its losses."""
+"""The workloads of speech recognition, which consist of prepared audio, the plan of its mini-batches, the model and its
+losses."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +36,7 @@ ExamplesT = TypeVar("ExamplesT", "Batch", "FrameBatch")
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch of whole utterances, or of sub-sequences of utterances, ready for a model."""
+    """A micro-batch of whole utterances, or of sub-sequences of utterances, in the form that a model expects."""
 
     features: Tensor  # [B, T, F] float32, zero in the padding
     lengths: Tensor  # [B] int64, in frames
@@ -61,7 +62,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Batch(MicroBatch):
-    """One micro-batch of utterances.
+    """A micro-batch of utterances.
 
     A batch is void if all its utterances were skipped. It then has one row of zeros and no tokens, and its loss and
     gradients are 0.
@@ -135,7 +136,7 @@ def load_batch(
 
 @dataclass(frozen=True)
 class FrameBatch(MicroBatch):
-    """One micro-batch of sub-sequences."""
+    """A micro-batch of sub-sequences."""
 
     states: Tensor  # [B, T] int64, PADDING in the padding
 
@@ -161,8 +162,8 @@ class RecipeWorkload(Workload[ExamplesT], Generic[PlanT, ExamplesT]):
 
 
 class SpeechWorkload(RecipeWorkload[UtterancePlan, Batch]):
-    """A workload of whole utterances, with the features, tokens and phones of the initial recogniser. Its loss is that
-    of CTC and, if there is one, of a decoder."""
+    """A workload of whole utterances, with the features, tokens and phones of the initial recogniser. Its loss is the
+    CTC loss, combined with the loss of the decoder if there is one."""
 
     def __init__(self, plan: UtterancePlan, initial: Path) -> None:
         super().__init__(plan, initial)

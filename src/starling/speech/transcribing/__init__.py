@@ -1,1 +1,1 @@
-"""Turns audio of any length into text with times: segments, words, subtitles."""
+"""Converts audio of any length to text with times, such as segments, words and subtitles."""

@@ -132,8 +132,7 @@ def align_files(
 
     Args:
         text: The file with the text of the only recording. With None, the text of each recording is in a file beside
-        the
-            recording that ends in `.txt`.
+            the recording whose name ends in `.txt`.
         form: One of the `FORMATS`.
         output: A file for the alignment of one recording, or a folder for those of several; None passes them to `tell`.
         phones: How words are pronounced. With None, words are pronounced as in training or, if the model has no phones,
@@ -228,7 +227,7 @@ class _Pronunciations:
         except DataError:  # not one of them
             missing = words
         if missing:
-            raise DataError(f"the word {missing[0]!r} has no pronunciation; spell it as it is spoken, or use a lexicon")
+            raise DataError(f"the word {missing[0]!r} has no pronunciation; spell it as pronounced, or use a lexicon")
         for word in words:
             phones = [made.names[number - 1] for number in made.words[word]]
             if new := [each for each in phones if each not in self.names]:
@@ -355,7 +354,7 @@ class Aligner:
                 raise ValueError(f"{len(biases)} states of {len(names)} phones")
             return cls(transcriber, config, names, [weights, biases])
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise DataError(f"{path}: not what `starling align` writes ({error}); remove it, to learn again") from error
+            raise DataError(f"{path}: not what `starling align` writes ({error}); remove it to learn again") from error
 
     @classmethod
     def learn(cls, transcriber: Transcriber, training: SpeechSet, config: PhonesConfig, bars: Bars) -> "Aligner":

@@ -90,9 +90,11 @@ def transcribe_files(
 
     Args:
         experiment: The model, given as for `load_model`. `is_best` and `with_beam` are that function's `best` and
-        `beam`. inputs: Files, folders, and `-` for standard input. tell: Receives the transcripts if there is no
-        `output`. In the format `txt`, it receives one line for each file,
-            with the file's name, a tab and the text; for standard input, it receives the text of each segment.
+            `beam`.
+        inputs: Files, folders, and `-` for standard input.
+        tell: A function that receives the transcripts if there is no `output`. In the format `txt`, it receives one
+            line for each file, with the file's name, a tab and the text; for standard input, it receives the text of
+            each segment.
         console: The console that shows progress.
         form: The format of the transcripts.
         output: A file for the transcript of one input, or a folder for the transcripts of several inputs.
@@ -123,7 +125,7 @@ def transcribe_files(
         transcriber = transcriber.boosted(phrases, f"--boost {boost}")
     if form == "ctm" and not transcriber.has_times:
         raise ConfigError(
-            f"{experiment}: --format ctm needs word times, which a model trained frame by frame does not give; use "
+            f"{experiment}: --format ctm needs word times, which a model trained frame by frame does not provide; use "
             "txt, json, srt or vtt"
         )
     total = len(sources) + len(problems)

@@ -208,7 +208,7 @@ class Segmenter:
 
     @property
     def _known(self) -> int:
-        """Number of pending frames in which speech can be told from noise."""
+        """Number of pending frames in which speech can be distinguished from noise."""
         return len(self._power) if self._voice is None else min(len(self._power), len(self._spoken))
 
     @property

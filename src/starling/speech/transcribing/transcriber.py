@@ -37,7 +37,7 @@ class StreamingLogMel:
         if not _comes_in_blocks(features):
             raise ConfigError(
                 f"features.normalise: {', '.join(WHOLE)}, features.pauses and features.splice need the whole "
-                "recording: a stream needs normalise: global or none, without pauses and splice"
+                "recording: streaming needs normalise: global or none, without pauses and splice"
             )
         self._features = features
         self._received = 0  # number of samples
