@@ -133,7 +133,7 @@ def test_a_whisper_gives_what_it_gives_in_transformers(tree: Tree, tmp_path: Pat
             assert end == recogniser.model_config.encoder_frames(length)
             alone, _ = recogniser.model.encode(samples[row : row + 1, :length, None], lengths[row : row + 1])
             torch.testing.assert_close(together[row, :end], alone[0], atol=1e-5, rtol=0)
-        with pytest.raises(DataError, match="longer than the 1 s that this Whisper hears"):
+        with pytest.raises(DataError, match="longer than the 1 s that this Whisper model accepts"):
             recogniser.model.encode(torch.zeros(1, 17_000, 1), torch.tensor([17_000]))
     workload = load_workload(recipe, folder)
     model = workload.make_model()

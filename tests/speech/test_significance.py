@@ -137,7 +137,7 @@ def test_without_differences_there_is_no_test() -> None:
     references = {"a": "one two", "b": "three"}
     result = matched_pairs(references, references, references)
     assert (result.segments, result.t, result.p) == (0, None, None)
-    assert result.verdict.endswith("there is no test")
+    assert result.verdict.endswith("there is no test, because the segments are too few or all alike")
     same = paired_bootstrap(references, references, references)
     assert same is not None and (same.difference, same.interval, same.second_better) == (0.0, (0.0, 0.0), 0.0)
     assert paired_bootstrap({"a": "one"}, {"a": "two"}, {"a": "one"}) is None
