@@ -85,7 +85,7 @@ class Coordinator:
                     self._announce()
 
     def _is_needed(self) -> bool:
-        """Whether learners are here, or the process that started this one has not connected yet."""
+        """Whether any learner is connected, or the process that started the coordinator has not connected yet."""
         with self._roster.lock:
             is_anyone_here = any(record.process.is_running for record in self._roster.learners.values())
         poll = select.poll()  # `select.select` refuses files above 1,023

@@ -122,8 +122,8 @@ class Line:
 class Link:
     """A learner's connection to its launcher or its coordinator: messages in both directions, and heartbeats.
 
-    A thread calls `on_end` once the connection has ended or delivers something that is not a valid message. Without
-    `on_end`, this process exits.
+    A thread calls `on_end` once the connection has ended, or has delivered an invalid message. Without `on_end`, this
+    process then exits.
     """
 
     def __init__(self, connection: socket.socket, on_end: Callable[[Exception], None] | None = None) -> None:
@@ -245,7 +245,7 @@ def letting_in(
                 line, _ = listener.accept()
             except TimeoutError:
                 continue
-            except OSError:  # usually because no more files can be opened; the connection stays in the queue
+            except OSError:  # mostly: no more files can be opened. The connection stays in the queue
                 is_closed.wait(FULL_PAUSE)
                 continue
             threading.Thread(target=_answer, args=[line, token, unreachable, admit], daemon=True).start()
