@@ -48,8 +48,8 @@ class Lookahead:
         self._draws: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
 
     def began(self, drawn_at: float, step_seconds: float, fraction: float) -> None:
-        """Record that a mini-batch begins: the previous one took `step_seconds`, and the last one this learner drew,
-        at the time `drawn_at`, is at `fraction` of the budget."""
+        """Record that a mini-batch begins. The previous mini-batch took `step_seconds`. The mini-batch that this
+        learner drew last, at the time `drawn_at`, is at `fraction` of the budget."""
         self._steps.append(step_seconds)
         if not self._draws or fraction > self._draws[-1][1]:  # it has drawn another mini-batch
             self._draws.append((drawn_at, fraction))
