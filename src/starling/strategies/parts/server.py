@@ -100,7 +100,8 @@ class Waiting:
         changed."""
 
     def add(self, push: Push, num_steps: int) -> None:
-        """Let a gradient wait that has arrived after `num_steps` steps. A gradient without room makes a step now."""
+        """Add a gradient that has arrived after `num_steps` steps. A gradient for which there is no room makes a step
+        now."""
         if (row := int(self._number)) < len(self._gradients):
             self._gradients[row].copy_(push.gradient)
             self._told[row, 0] = num_steps - push.report.age
