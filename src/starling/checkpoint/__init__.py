@@ -1,1 +1,2 @@
-"""Checkpoints: published atomically, verified by SHA-256, resumable; safetensors and JSON, no pickle."""
+"""Checkpoints, which are published atomically, verified by SHA-256 and resumable. They consist of safetensors and JSON
+files, without pickle."""

@@ -12,15 +12,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Cut:
-    """How `size` ranks divide a model: each parameter is cut along one dimension into equal parts, and the last parts
-    are padded with zeros. So all ranks have a vector `[P']` of the same size, slightly more than P / size."""
+    """The division of a model among `size` ranks. Each parameter is cut along one dimension into equal parts, and the
+    last parts are padded with zeros. All ranks therefore have a vector `[P']` of the same size, which is slightly more
+    than P / size."""
 
     size: int
     shapes: tuple[tuple[int, ...], ...]
     """The parameters' shapes, in the order of the weights `[P]`."""
     dims: tuple[int, ...] = ()
-    """Dimension along which each parameter is divided, under tensor parallelism; if empty, every parameter is divided
-    along its first."""
+    """Dimension along which each parameter is divided, under tensor parallelism. If the tuple is empty, every parameter
+    is divided along its first dimension."""
 
     @cached_property
     def _dims(self) -> tuple[int, ...]:
@@ -40,7 +41,7 @@ class Cut:
         return sum(math.prod(shape) for shape in self.local_shapes)
 
     def part(self, whole: Tensor, member: int) -> Tensor:
-        """The vector `[P']` of one rank, from the vector `[P]` of the whole model."""
+        """Return the vector `[P']` of one rank, given the vector `[P]` of the whole model."""
         parts, start = [], 0
         for shape, dim in zip(self.shapes, self._dims, strict=True):
             size = math.prod(shape)
@@ -49,7 +50,7 @@ class Cut:
         return torch.cat(parts)
 
     def whole(self, parts: Sequence[Tensor]) -> Tensor:
-        """The vector `[P]` of the whole model, from the vectors of all ranks."""
+        """Return the vector `[P]` of the whole model, given the vectors of all ranks."""
         found, start = [], 0
         for shape, local, dim in zip(self.shapes, self.local_shapes, self._dims, strict=True):
             size = math.prod(local)
@@ -59,13 +60,13 @@ class Cut:
         return torch.cat(found)
 
     def part_of_optimizer(self, whole: dict[str, Any], member: int, order: Sequence[int]) -> dict[str, Any]:
-        """The `state_dict` of one rank's optimizer, from the whole model's `state_dict`, whose parameters are in the
-        order of the numbers `order`."""
+        """Return the `state_dict` of one rank's optimizer, given the `state_dict` for the whole model, whose parameters
+        are in the order of the numbers `order`."""
         return _with_state(whole, lambda place, value: part_of(value, self.size, member, self._dims[order[place[0]]]))
 
     def whole_of_optimizer(self, parts: Sequence[dict[str, Any]], order: Sequence[int]) -> dict[str, Any]:
-        """The `state_dict` of the whole model's optimizer, from those of all ranks' optimizers, whose parameters are in
-        the order of the numbers `order`."""
+        """Return the `state_dict` for the whole model, given the `state_dict`s of all ranks' optimizers, whose
+        parameters are in the order of the numbers `order`."""
         states = [part["state"] for part in parts]
 
         def joined(place: tuple[int, str], value: Tensor) -> Tensor:
@@ -84,18 +85,18 @@ class ShardOfIsland:
     member: int
     """The learner's rank in its island."""
     order: tuple[int, ...]
-    """The numbers of the parameters in the order of the optimizer's `state_dict`."""
+    """Numbers of the parameters, in the order of the optimizer's `state_dict`."""
 
     def encode(self) -> dict[str, Any]:
-        """The shard's place as JSON: an index into the files of an island."""
+        """Return the place of the shard as JSON, which serves as an index into the files of an island."""
         cut = self.cut
         dims = {"dims": cut.dims} if cut.dims else {}
         return {"size": cut.size, "shapes": cut.shapes, **dims, "member": self.member, "order": self.order}
 
     @classmethod
     def decode(cls, scalars: dict[str, Any], num_weights: int) -> "ShardOfIsland":
-        """The inverse of `encode`, for a shard of `num_weights` weights. May raise KeyError, TypeError or ValueError
-        for other JSON."""
+        """Decode the result of `encode` for a shard of `num_weights` weights. The method may raise `KeyError`,
+        `TypeError` or `ValueError` for other JSON."""
         shapes = tuple(tuple(map(int, shape)) for shape in scalars["shapes"])
         dims = tuple(map(int, scalars.get("dims", ())))
         cut, member = Cut(int(scalars["size"]), shapes, dims), int(scalars["member"])
@@ -108,7 +109,7 @@ class ShardOfIsland:
 
 
 def part_of(whole: Tensor, size: int, member: int, dim: int = 0) -> Tensor:
-    """Rank `member`'s part of a parameter along a dimension, padded with zeros."""
+    """Return rank `member`'s part of a parameter along a dimension, padded with zeros."""
     length = -(-whole.shape[dim] // size)
     own = whole.narrow(dim, *span_of(whole.shape[dim], size, member))
     shape = list(own.shape)
@@ -117,14 +118,14 @@ def part_of(whole: Tensor, size: int, member: int, dim: int = 0) -> Tensor:
 
 
 def span_of(length: int, size: int, member: int) -> tuple[int, int]:
-    """The first row of rank `member`'s part of `length` rows, and the number of its rows."""
+    """Return the first row of rank `member`'s part of `length` rows, and the number of rows in that part."""
     rows = -(-length // size)
     start = min(member * rows, length)
     return start, min(rows, length - start)
 
 
 def _with_state(state_dict: dict[str, Any], change: Callable[[tuple[int, str], Tensor], Tensor]) -> dict[str, Any]:
-    """A copy of a `state_dict` in which `change` has replaced each tensor that has one number per weight."""
+    """Return a copy of a `state_dict` in which `change` has replaced each tensor that has one value for each weight."""
     state = {
         number: {
             name: change((number, name), value) if isinstance(value, Tensor) and value.dim() > 0 else value

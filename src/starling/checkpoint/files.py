@@ -1,5 +1,5 @@
-"""The files of a checkpoint. Each is on disk once its write returns; the last, `manifest.json`, has the SHA-256 of
-every other."""
+"""The files of a checkpoint. Each file is on disk once its write returns. The last file, `manifest.json`, contains the
+SHA-256 of every other file."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ PARTIAL = ".partial"
 """Suffix of a folder that is being written or removed."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 MAX_JSON_BYTES = 256 << 20
-"""Size of the largest JSON file that is read. A learner's file has a few kilobytes, plus some bytes per parameter
+"""Size of the largest JSON file that is read. A learner's file has a few kilobytes, plus some bytes for each parameter
 tensor."""
 
 
 def partial_folder(final: Path) -> Path:
-    """The folder in which the files of `final` are written before it is published."""
+    """Return the folder in which the files of `final` are written before `final` is published."""
     return final.with_name(f".{final.name}{PARTIAL}")
 
 
 @contextmanager
 def writing(final: Path, needed: int, undo: Callable[[], None]) -> Iterator[None]:
-    """Check that `needed` bytes are free before writing inside the context; a file system that does not report its size
-    passes. If that or a write fails, call `undo` to remove what was written, and raise a `CheckpointError` with the
-    remedy."""
+    """Check that `needed` bytes are free before writing inside the context. A file system that does not report its size
+    passes the check. If the check or a write fails, call `undo` to remove the written files, and raise a
+    `CheckpointError` with the remedy."""
     try:
         if _free_bytes(final, unknown=needed) < needed:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(final))
@@ -61,7 +61,7 @@ def writing(final: Path, needed: int, undo: Callable[[], None]) -> Iterator[None
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write `content`, and wait until it is on disk."""
+    """Write `content` as a JSON file, and wait until it is on disk."""
     path.write_text(json.dumps(content, indent=1, allow_nan=False), encoding="utf-8")
     sync(path)
 
@@ -73,7 +73,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of the tensors on the CPU, contiguous and without shared memory, as safetensors requires."""
+    """Return copies of the tensors on the CPU, contiguous and without shared memory, as safetensors requires."""
     import torch
 
     seen: set[int] = set()
@@ -90,8 +90,8 @@ def apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Check that `path` is a regular file before reading inside the context: reading a link may lead elsewhere, reading
-    a pipe or a device may never end. Whatever cannot be read is a `CheckpointError` that names the file."""
+    """Check that `path` is a regular file before reading inside the context, because a link may lead elsewhere, and
+    reading a pipe or a device may never end. If the file cannot be read, raise a `CheckpointError` that names it."""
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
             raise CheckpointError(f"{path} is not a plain file; resume from another checkpoint")
@@ -105,7 +105,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file. Raises a CheckpointError that names the file."""
+    """Return the content of a JSON file. Raises a `CheckpointError` that names the file if it cannot be read."""
     with reading(path), path.open("rb") as file:
         content = file.read(MAX_JSON_BYTES + 1)
         if len(content) > MAX_JSON_BYTES:
@@ -114,7 +114,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file. Raises a CheckpointError that names the file."""
+    """Return the tensors in a safetensors file. Raises a `CheckpointError` that names the file if it cannot be read."""
     from safetensors.torch import load_file
 
     with reading(path):
@@ -129,7 +129,7 @@ def publish(partial: Path, final: Path) -> None:
 
 
 def remove(folder: Path, ignore_errors: bool = False) -> None:
-    """Remove a folder; other processes see it complete or not at all."""
+    """Remove a folder. Other processes see either the complete folder or no folder."""
     doomed = folder.with_name(f".{secrets.token_hex(8)}{PARTIAL}")
     folder.rename(doomed)
     shutil.rmtree(doomed, ignore_errors)
@@ -151,7 +151,7 @@ def remove_part(partial: Path, rank: int) -> None:
 
 
 def _is_full(error: Exception) -> bool:
-    """Whether a write failed because the disk or the quota is full."""
+    """Return whether a write failed because the disk or the quota is full."""
     if isinstance(error, OSError):
         return error.errno in _FULL
     return any(os.strerror(number) in str(error) for number in _FULL)
@@ -193,7 +193,7 @@ class Manifest(Config):
     world: int = Field(ge=1)
     """Number of learners that trained."""
     learners: int = Field(ge=0)
-    """Number of learners that saved their state: all, or none in a checkpoint that cannot be resumed."""
+    """Number of learners that saved their state. It is `world`, or 0 in a checkpoint that cannot be resumed."""
     sync_group_size: int | None = Field(default=None, ge=1)
     """Number of learners that claimed mini-batches together; None means all."""
     epochs_ended: int | None = Field(default=None, ge=0)
@@ -215,7 +215,7 @@ class Manifest(Config):
         return Position(self.next_ticket, self.outstanding)
 
     def with_digest(self) -> Manifest:
-        """A copy of the manifest with its `digest` set."""
+        """Return a copy of the manifest with its `digest` set."""
         return self.model_copy(update={"digest": digest(self.model_dump(mode="json", exclude={"digest"}))})
 
 
@@ -223,7 +223,8 @@ _NAME = re.compile(r"step-(\d+)(?:\+(\d+))?")
 
 
 def checkpoint_name(position: Position) -> str:
-    """The name of a checkpoint's folder: the number of completed tickets, and the number of outstanding ones if any.
+    """Return the name of a checkpoint's folder. It contains the number of completed tickets and, if there are any, the
+    number of outstanding tickets.
 
     During a run, different positions have different names, so that learners at different checkpoint barriers never
     write to the same folder.
@@ -233,7 +234,7 @@ def checkpoint_name(position: Position) -> str:
 
 
 def sort_key(name: str) -> tuple[int, ...]:
-    """The key that sorts checkpoints by name, oldest first; empty for a name that no checkpoint can have.
+    """Return the key that sorts checkpoints by name, oldest first. It is empty for a name that no checkpoint can have.
 
     The key consists of the two numbers in the name, because names with more than eight digits do not sort correctly as
     text.
@@ -243,7 +244,8 @@ def sort_key(name: str) -> tuple[int, ...]:
 
 
 def listing(folder: Path) -> dict[str, FileEntry]:
-    """All files in `folder` and below, except the manifest, as a manifest lists them."""
+    """Return all files in `folder` and its subfolders, except the manifest, in the form in which a manifest lists
+    them."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     return {
         path.relative_to(folder).as_posix(): FileEntry(num_bytes=path.stat().st_size, sha256=sha256(path))
@@ -252,7 +254,8 @@ def listing(folder: Path) -> dict[str, FileEntry]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint. Raises CheckpointError if it is missing, damaged, or of another format."""
+    """Return the manifest of a checkpoint. Raises `CheckpointError` if it is missing or damaged, or has a different
+    format."""
     path = folder / MANIFEST
     content = read_json(path)
     version = content.get("format") if isinstance(content, dict) else None
@@ -276,7 +279,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _is_inside(name: str, folder: Path) -> bool:
-    """Whether the relative path `name` stays in `folder` and contains no symbolic link."""
+    """Return whether the relative path `name` stays in `folder` and contains no symbolic link."""
     try:
         is_name = len(name) < 1000 and not Path(name).is_absolute()
         return is_name and folder.resolve() / name == (folder / name).resolve()
@@ -285,7 +288,7 @@ def _is_inside(name: str, folder: Path) -> bool:
 
 
 def verify(folder: Path, manifest: Manifest) -> None:
-    """Raise a CheckpointError that names the file if one is missing, or its size or content differs from the
+    """Raise a `CheckpointError` that names the file if a file is missing, or its size or content differs from the
     manifest."""
     for name, entry in manifest.files.items():
         path = folder / name

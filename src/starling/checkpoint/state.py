@@ -1,4 +1,4 @@
-"""The state of one learner, and its conversion to named tensors and plain JSON, without pickle."""
+"""The state of one learner, and its conversion to named tensors and plain JSON. Pickle is not used."""
 
 from __future__ import annotations
 
@@ -25,49 +25,51 @@ _BUFFER = "buffer."
 OWN_PREFIX = "own."
 """Prefix of the names of those parts of a strategy's state that differ between learners."""
 MEMBERSHIP_PREFIX = OWN_PREFIX + "membership."
-"""Prefix of the names of those parts that become invalid when the membership changes."""
+"""Prefix of the names of those parts of a strategy's state that become invalid when the membership changes."""
 ROUNDS_PREFIX = OWN_PREFIX + "rounds."
-"""Prefix of the names of those parts that outlive a membership and change with the weights in averaging rounds."""
+"""Prefix of the names of those parts of a strategy's state that outlive a membership and change with the weights in
+averaging rounds."""
 
 
 def name_of_state(name: str, is_common: bool, for_membership: bool, of_rounds: bool) -> str:
-    """The name under which a state stores the tensor that `Learner.strategy_state` returns."""
+    """Return the name under which a state stores the tensor that `Learner.strategy_state` returns."""
     if for_membership or of_rounds:
         return (MEMBERSHIP_PREFIX if for_membership else ROUNDS_PREFIX) + name
     return name if is_common else OWN_PREFIX + name
 
 
 def beyond_membership(strategy: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The part of a strategy's state that is valid in other memberships, too."""
+    """Return the part of a strategy's state that remains valid in other memberships."""
     return {name: each for name, each in strategy.items() if not name.startswith(MEMBERSHIP_PREFIX)}
 
 
 def counted(strategy: Mapping[str, Tensor]) -> int:
-    """The sum of a strategy's common counts. Among learners that have done equally many mini-batches, a learner that
-    has used a mean for which others still wait has counted more."""
+    """Return the sum of a strategy's common counts. Among learners that have done equally many mini-batches, a learner
+    that has used a mean for which others still wait has a larger sum."""
     counts = (each for name, each in strategy.items() if not name.startswith(OWN_PREFIX))
     return sum(int(each) for each in counts if each.numel() == 1 and not each.is_floating_point())
 
 
 def has_common(strategy: Mapping[str, Tensor]) -> bool:
-    """Whether a strategy's state includes anything that all learners have in common."""
+    """Return whether a strategy's state includes a part that all learners have in common."""
     return any(not name.startswith(OWN_PREFIX) for name in strategy)
 
 
 @dataclass(frozen=True)
 class ShardState:
-    """A model shard: a piece of the weights that one learner serves to all, or that all share in memory."""
+    """A model shard, which is a piece of the weights that one learner serves to all learners, or that all learners
+    share in memory."""
 
     start: int
     stop: int
-    """The shard is `weights[start:stop]` of the model's weights `[P]`."""
+    """End of the shard, which is `weights[start:stop]` of the model's weights `[P]`."""
     weights: Tensor
     """Weights of the shard, `[stop - start]`, on the CPU."""
     optimizer: dict[str, Any]
     """The `state_dict` of the shard's optimizer."""
 
     def encode(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """The shard as JSON, without its weights; the tensors of its optimizer are added to `tensors`."""
+        """Return the shard as JSON, without its weights. The tensors of its optimizer are added to `tensors`."""
         optimizer = encode_state(self.optimizer, f"shard.{self.start}", tensors)
         return {"start": self.start, "stop": self.stop, "optimizer": optimizer}
 
@@ -84,7 +86,7 @@ class LearnerState:
     minutes: float
     """Time spent training, on the engine's clock."""
     weights: Tensor
-    """Weights, flat, `[P]`, on the CPU."""
+    """Flat weights `[P]`, on the CPU."""
     buffers: dict[str, Tensor]
     """The model's buffers by name, on the CPU."""
     optimizer: dict[str, Any]
@@ -108,21 +110,22 @@ class LearnerState:
     is_worker: bool = True
     """Whether the learner computes gradients. If it does not, its weights are valid only in its shards."""
     is_complete: bool = True
-    """False if the states of other learners may include averaging rounds that this state lacks; do not save it."""
+    """Whether this state includes all averaging rounds that the states of other learners may include. Do not save a
+    state that is not complete."""
 
     def copy(self) -> LearnerState:
-        """A deep copy in CPU memory, which later training does not change."""
+        """Return a deep copy in CPU memory, which later training does not change."""
         copied: LearnerState = own(self)
         return copied
 
     def with_strategy_of(self, other: LearnerState) -> LearnerState:
-        """This state with the common part of another learner's strategy state."""
+        """Return this state with the common part of another learner's strategy state."""
         mine = {name: each for name, each in self.strategy.items() if name.startswith(OWN_PREFIX)}
         common = {name: each for name, each in other.strategy.items() if not name.startswith(OWN_PREFIX)}
         return replace(self, strategy=own(common) | mine)
 
     def for_computing(self) -> LearnerState:
-        """This state with the weights with which the learner computes, even if it keeps shards."""
+        """Return this state with the weights with which the learner computes, even if it keeps shards."""
         if self.under_shards is None:
             return self
         weights, start = self.weights.clone(), 0
@@ -138,7 +141,7 @@ class LearnerState:
         return [(shard.start, shard.stop) for shard in self.shards]
 
     def encode(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The state as JSON and named tensors. Raises CheckpointError for content that cannot be saved."""
+        """Return the state as JSON and named tensors. Raises `CheckpointError` for content that cannot be saved."""
         tensors = {"weights": self.weights} | {_BUFFER + name: buffer for name, buffer in self.buffers.items()}
         if self.under_shards is not None:
             tensors["under_shards"] = self.under_shards
@@ -158,7 +161,8 @@ class LearnerState:
 
     @classmethod
     def decode(cls, scalars: dict[str, Any], tensors: dict[str, Tensor]) -> LearnerState:
-        """The inverse of `encode`. May raise AttributeError, KeyError, TypeError or ValueError for other JSON."""
+        """Decode the result of `encode`. The method may raise `AttributeError`, `KeyError`, `TypeError` or `ValueError`
+        for other JSON."""
         from starling.checkpoint.cut import ShardOfIsland
 
         weights, under_shards = tensors["weights"], tensors.get("under_shards")
@@ -191,12 +195,13 @@ class LearnerState:
 
 
 def buffers_in(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A model's buffers by name, among the named tensors of a state."""
+    """Return a model's buffers by name, given the named tensors of a state."""
     return {name.removeprefix(_BUFFER): value for name, value in tensors.items() if name.startswith(_BUFFER)}
 
 
 def own(value: Any) -> Any:
-    """A copy of nested states, dictionaries, lists and tuples, with every tensor copied to new CPU memory."""
+    """Return a copy of nested states, dictionaries, lists and tuples in which every tensor is copied to new CPU
+    memory."""
     from torch import Tensor
 
     if isinstance(value, Tensor):
@@ -243,7 +248,8 @@ def encode_state(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def decode_state(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """The inverse of `encode_state`. May raise KeyError, TypeError or ValueError for other JSON."""
+    """Decode the result of `encode_state`. The function may raise `KeyError`, `TypeError` or `ValueError` for other
+    JSON."""
     if isinstance(value, list):
         return [decode_state(each, tensors) for each in value]
     if not isinstance(value, dict):
@@ -260,5 +266,5 @@ def decode_state(value: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether every number is finite."""
+    """Return whether every number in the tensors is finite."""
     return all(bool(tensor.isfinite().all()) for tensor in tensors)

@@ -1,4 +1,5 @@
-"""Writes a checkpoint from several learners: each adds its files to a partial folder, and the last one publishes it.
+"""Writes a checkpoint of several learners. Each learner adds its files to a partial folder, and the last one publishes
+the folder.
 
     checkpoints/step-00001234/learner-0.safetensors    weights, buffers and optimizer tensors of each learner
     checkpoints/step-00001234/learner-0.json           its position, minutes, and the optimizer's other values; in an
@@ -44,31 +45,31 @@ from starling.consensus import are_one_model, consensus, consensus_distance, ran
 from starling.errors import CheckpointError, ProtocolError
 
 WriteModel = Callable[[Path, Tensor, dict[str, Tensor]], None]
-"""Writes a model into a folder: `write_model(folder, weights, buffers)`, with weights `[P]`."""
+"""Function that writes a model into a folder: `write_model(folder, weights, buffers)`, with weights `[P]`."""
 
 
 @dataclass(frozen=True)
 class CheckpointWriter:
-    """Writes one learner's part of each checkpoint of a run; all learners share one file system."""
+    """Writes one learner's part of each checkpoint of a run. All learners must share one file system."""
 
     folder: Path
     arrive: Callable[[str], int]
-    """`arrive(name)` returns how many learners, including this one, have written their part of checkpoint `name`. The
-    last of them completes the checkpoint, and removes older ones."""
+    """Function that returns the number of learners, including this one, that have written their part of the checkpoint
+    with the given name. The last of these learners completes the checkpoint and removes older checkpoints."""
     write_model: WriteModel
     fingerprints: dict[str, str]
     keep: int = 2
-    """Number of checkpoints to keep: the newest ones; see `surplus`."""
+    """Number of checkpoints to keep, which are the newest ones; see `surplus`."""
     sync_group_size: int | None = None
     """Number of learners that claim mini-batches together; None means all."""
     has_one_model: bool = False
-    """Whether the strategy keeps one model: then learners whose weights differ by more than rounding are an error, and
-    no checkpoint is written."""
+    """Whether the strategy keeps one model. If so, it is an error if learners' weights differ by more than rounding,
+    and no checkpoint is written."""
 
     def save(self, state: LearnerState) -> Checkpoint | None:
-        """Write this learner's part; return the checkpoint if that completed it, else None.
+        """Write this learner's part of a checkpoint. Return the checkpoint if this part completed it, else None.
 
-        Does nothing if the checkpoint exists, as when a resumed run ends without a new mini-batch.
+        The method does nothing if the checkpoint exists, for example if a resumed run ends without a new mini-batch.
         """
         final = self.folder / checkpoint_name(state.position)
         if final.exists():
@@ -95,7 +96,8 @@ class CheckpointWriter:
             return self._complete(final, list(map(_Saved, paths)), state, num_saved=state.world)
 
     def save_consensus(self, states: Sequence[LearnerState]) -> Checkpoint:
-        """Write a checkpoint with only the consensus model of `states`; it cannot be resumed."""
+        """Write a checkpoint that contains only the consensus model of `states`. Such a checkpoint cannot be
+        resumed."""
         final = self.folder / checkpoint_name(states[0].position)
         if final.exists():
             return load(final)
@@ -111,8 +113,8 @@ class CheckpointWriter:
         own: LearnerState,
         num_saved: int,
     ) -> Checkpoint:
-        """Add the consensus model and the manifest, and publish the checkpoint, which has the states of `num_saved`
-        learners. `own` is one of the states."""
+        """Add the consensus model and the manifest, and publish the checkpoint, which contains the states of
+        `num_saved` learners. `own` is one of the states."""
         partial, shard = partial_folder(final), own.shard_of_island
         size = 1 if shard is None else shard.cut.size
         parts, distance = [], 0.0
@@ -152,9 +154,10 @@ class CheckpointWriter:
 class BackgroundWriter:
     """Runs `CheckpointWriter.save` in a thread.
 
-    There is one thread: checkpoints are completed in order, and there is at most one copy of the state. An error in the
-    thread is raised unchanged by the next call of `check`, `save` or `close`. The process does not exit before the last
-    checkpoint is written. The writer's `arrive` must not use a connection on which the learner itself may wait.
+    Because there is only one thread, checkpoints are completed in order, and there is at most one copy of the state.
+    The next call of `check`, `save` or `close` raises an error of the thread unchanged. The process does not exit
+    before the last checkpoint is written. The writer's `arrive` must not use a connection on which the learner itself
+    may wait.
     """
 
     def __init__(self, writer: CheckpointWriter) -> None:
@@ -184,7 +187,7 @@ class BackgroundWriter:
         self._last = self._thread.submit(write)
 
     def check(self) -> None:
-        """Raise the error of the last save if it has failed; do not wait."""
+        """Raise the error of the last save if that save has failed, without waiting for it."""
         if self._last is not None and self._last.done():
             self.close()
 
@@ -196,7 +199,7 @@ class BackgroundWriter:
 
 
 class _Saved:
-    """A learner's state in its files. Only the requested tensors are read."""
+    """The state of a learner as stored in its files. Only the requested tensors are read."""
 
     def __init__(self, path: Path) -> None:
         scalars = read_json(path.with_suffix(".json"))
@@ -232,7 +235,7 @@ def _check_one_model(final: Path, weights: Iterable[Tensor], size: int = 1, memb
 
 
 def mean_of_buffers(buffers: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The mean of each floating-point buffer; other buffers are the first learner's."""
+    """Return the mean of each floating-point buffer. Other buffers come from the first learner."""
     return {
         name: rank_ordered_mean(each[name] for each in buffers) if first.is_floating_point() else first
         for name, first in buffers[0].items()

@@ -1,6 +1,6 @@
 """`starling compare` for recipes, and `starling.compare` for any PyTorch model and data.
 
-A comparison from its cells to its answer: missing cells are computed, finished ones are kept.
+This module computes the missing cells of a comparison, keeps finished cells, and writes the results.
 """
 
 import json
@@ -54,10 +54,10 @@ _LONGEST_GRID = 12
 def load_comparison(
     path: Path, overrides: Sequence[str] = (), strategies: Sequence[str] = (), **options: Any
 ) -> Subject:
-    """The comparison of a recipe file with `key=value` overrides.
+    """Return the comparison that a recipe file describes, with `key=value` overrides.
 
-    `strategies` are arms of its `compare:` section, or strategies; `options` of that section that are not None replace
-    the recipe's. Raises one ConfigError that lists all problems.
+    `strategies` are arms of its `compare:` section, or strategies. `options` of that section that are not None replace
+    the recipe's options. Raises one `ConfigError` that lists all problems.
     """
     tree: Tree = apply_overrides(read_recipe(path), overrides)
     task = task_of(tree)
@@ -96,29 +96,34 @@ def compare(
     comparison.
 
     Args:
-        job: What to train; or a function that makes it for a seed, needed unless its workload is a `DataWorkload`.
-        strategies: Names; or arms by label, each a name or a mapping with `strategy`, `learners`, `rates`, `seeds`,
-            `summary` and fields of the job.
-        learners: Numbers of learners.
-        rates: The grid over which each arm is tuned: learning rates, or multiples of the job's (`"0.5x"`).
-        seeds: Seeds of the first weights, the order of the data and the times of the cluster.
-        validate: Chooses rates: a function of the trained model, or a workload, for its mean loss.
-        test: Compares arms, as `validate` does rates; no choice depends on it. None uses the validation result.
-        higher_is_better: Whether larger results are better, as accuracies are.
-        limits: Results at which everything is right, and wrong: arms there are not compared.
-        cluster: How fast simulated machines and links are.
+        job: The job to train, or a function that creates the job for a seed. A function is needed unless the job's
+            workload is a `DataWorkload`.
+        strategies: Names of strategies, or arms by label. An arm is a name, or a mapping with `strategy`, `learners`,
+            `rates`, `seeds`, `summary` and fields of the job.
+        learners: The numbers of learners.
+        rates: The grid over which each arm is tuned, as learning rates, or as multiples of the job's learning rate
+            (`"0.5x"`).
+        seeds: The seeds of the initial weights, the order of the data and the times of the cluster.
+        validate: The score by which rates are chosen, as a function of the trained model, or as a workload, whose mean
+            loss is the score.
+        test: The score by which arms are compared, in the same form as `validate`. No choice depends on it. None uses
+            the validation result.
+        higher_is_better: Whether larger results are better, as for accuracies.
+        limits: The results at which everything is right, and at which everything is wrong. Arms with such results are
+            not compared.
+        cluster: The simulated cluster, which determines the speeds of machines and links.
         threads: The number of threads of a simulated cell, or of each real learner.
         name: The folder inside `exp` that keeps every finished cell.
-        exp: Where experiments are.
-        key: Anything else on which results depend, for changes that a job's settings, first losses and scores do not
-            show.
-        console: Where progress goes; None uses standard error.
-        options: `baseline`, `target`, `engine`, `jobs`, `tuning_seeds`, `bracket`, `by`, as in a recipe's section
-            `compare`.
+        exp: The folder of experiments.
+        key: Anything else on which results depend. Change it after a change that the job's settings, first losses and
+            scores do not show.
+        console: The console for progress; None uses standard error.
+        options: `baseline`, `target`, `engine`, `jobs`, `tuning_seeds`, `bracket`, `by`, as in the `compare` section of
+            a recipe.
 
     Raises:
-        ConfigError: Some settings cannot work; raised before anything is computed, with all problems.
-        Stopped: SIGINT or SIGTERM was received; finished cells are kept.
+        ConfigError: Some settings cannot work. The error lists all problems and is raised before anything is computed.
+        Stopped: SIGINT or SIGTERM was received. Finished cells are kept.
 
     Example:
         >>> table = starling.compare(job, ["allreduce", "adpsgd"], [4, 16], rates=["0.5x", 1, "2x"])  # doctest: +SKIP
@@ -143,12 +148,12 @@ def _arms(strategies: Sequence[str] | Mapping[str, str | Mapping[str, Any]]) -> 
 
 
 def run_comparison(subject: Subject, tell: Say, console: Console) -> Comparison:
-    """Compute the cells that are missing, choose each row's rate, and write the answer.
+    """Compute the missing cells, choose each row's rate, and write the results.
 
-    The subject's folder holds compare.yaml (what is compared), env.txt, ready/ (models before training), cells/ (one
-    JSON file for each), runs/ (logs of real learners), table.md and results.json. The table goes to `tell`, everything
-    else to `console`. A comparison that was stopped continues where it was; a cell is computed again if anything about
-    it has changed.
+    The subject's folder contains compare.yaml (the description of the comparison), env.txt, ready/ (models before
+    training), cells/ (one JSON file for each cell), runs/ (logs of real learners), table.md and results.json. The table
+    is passed to `tell`; all other output is printed on `console`. A comparison that was stopped continues where it
+    stopped. A cell is computed again if anything on which it depends has changed.
     """
     say, section, folder = say_on(console), subject.section, subject.folder
     with writing(folder):
@@ -185,7 +190,7 @@ def run_comparison(subject: Subject, tell: Say, console: Console) -> Comparison:
 
 
 class _Cells:
-    """Completes cells: finished ones are read, the others computed."""
+    """Completes cells. Finished cells are read, and the other cells are computed."""
 
     def __init__(self, subject: Subject, say: Say, bars: Bars) -> None:
         self._subject, self._folder = subject, subject.folder
@@ -194,7 +199,7 @@ class _Cells:
         self._num_done = self._total = 0
 
     def complete(self, cells: Sequence[Cell], num_more: int = 0) -> list[CellResult]:
-        """The results of cells, in their order; `num_more` cells, which are not known yet, will follow."""
+        """Return the results of cells in the given order. `num_more` cells, which are not known yet, will follow."""
         digests = {cell: self._subject.digest(cell) for cell in cells}
         found = {cell: CellResult.read(self._kept, cell, digest) for cell, digest in digests.items()}
         results = {cell: result for cell, result in found.items() if result is not None}
@@ -216,14 +221,15 @@ class _Cells:
         return [results[cell] for cell in cells]
 
     def _ordered(self, cells: Sequence[Cell]) -> list[Cell]:
-        """Seed after seed, so that early results say something; cells with the same mini-batches are neighbours."""
+        """Return the cells seed after seed, so that early results are already informative. Cells with the same
+        mini-batches are neighbours."""
         keys = {cell: self._subject.batches_key(cell) for cell in cells}
         first = {key: place for place, key in reversed(list(enumerate(keys.values())))}
         seeds = list(dict.fromkeys(cell.seed for cell in cells))
         return sorted(cells, key=lambda cell: (seeds.index(cell.seed), first[keys[cell]]))
 
     def _computed(self, digests: dict[Cell, str]) -> dict[Cell, CellResult]:
-        """The results of cells, each of which is kept as soon as it is computed."""
+        """Compute and return the results of cells. Each result is written as soon as it is computed."""
         jobs, name = self._subject.section.jobs, self._folder.name
         results = {}
         self._bars(name, self._num_done, self._total)
@@ -249,8 +255,8 @@ class _Cells:
 
 @contextmanager
 def _terminable() -> Generator[None, None, None]:
-    """Within this context SIGTERM stops the computation here as Ctrl-C does, with its number as the argument of the
-    KeyboardInterrupt."""
+    """Within this context, SIGTERM stops the computation in this process as Ctrl-C does. The number of the signal is
+    the argument of the `KeyboardInterrupt`."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -266,8 +272,8 @@ def _terminable() -> Generator[None, None, None]:
 
 
 def compute(subject: Subject, cells: Mapping[Cell, str], jobs: int, runs: Path) -> Generator[CellResult, None, None]:
-    """The results of all cells, given with their digests, in the order in which `jobs` processes compute them; one job
-    runs in this process. Real learners log in the folder `runs`.
+    """Yield the results of all cells, which are given with their digests, in the order in which `jobs` processes
+    compute them. If `jobs` is 1, this process computes them. Real learners write their logs to the folder `runs`.
     """
     if jobs == 1 or len(cells) == 1:
         for cell, digest in cells.items():
@@ -293,11 +299,11 @@ def compute(subject: Subject, cells: Mapping[Cell, str], jobs: int, runs: Path) 
 
 CURVE_POINTS = 50
 LAST = 0.9
-"""Share of the budget after which losses count as the last ones."""
+"""Fraction of the budget after which losses count as the last losses."""
 
 
 class Watcher(Observer):
-    """An observer that keeps the figures that a comparison reports about a run."""
+    """An observer that collects the figures that a comparison reports about a run."""
 
     def __init__(self) -> None:
         self.points: list[Point] = []
@@ -319,7 +325,7 @@ class Watcher(Observer):
             self.consensus_distance = report.consensus_distance
 
     def measured(self) -> dict[str, Any]:
-        """The fields of a result."""
+        """Return the fields of a result."""
         every = merged(self._ends)
         workers = merged(each for each in self._ends if each.batches)  # a server waits for nothing
         return {
@@ -335,7 +341,8 @@ class Watcher(Observer):
 
 
 def _trained_on(points: Sequence[Point]) -> dict[str, Any]:
-    """The fields of a result about the training loss, from the loss of each mini-batch, and about the samples."""
+    """Return the fields of a result about the training loss, given the loss of each mini-batch, and about the
+    samples."""
     finite = [point for point in points if math.isfinite(point.loss)]
     last = [point.loss for point in finite if point.share >= LAST]
     parts: dict[int, list[Point]] = {}
@@ -352,8 +359,8 @@ def _trained_on(points: Sequence[Point]) -> dict[str, Any]:
 def run_cell(subject: Subject, cell: Cell, digest: str, runs: Path) -> CellResult:
     """Train and score a cell. If numbers stop being finite, the cell's result is `diverged`.
 
-    A run of real learners is in the folder `runs`, which keeps its log and no checkpoint. An error is raised with a
-    note that names the cell.
+    A run of real learners uses the folder `runs`, which keeps the log of the run but no checkpoint. An error is raised
+    with a note that names the cell.
     """
     begin = _cpu_seconds()
     is_virtual = subject.section.engine == "virtual"
@@ -374,8 +381,8 @@ def run_cell(subject: Subject, cell: Cell, digest: str, runs: Path) -> CellResul
 
 
 def _simulated(subject: Subject, job: Job, cell: Cell) -> tuple[nn.Module | None, dict[str, Any]]:
-    """The consensus model, or None if it diverged, and the measured fields of the result."""
-    # results must not depend on how many cores there are
+    """Simulate a cell. Return the consensus model, or None if it diverged, and the measured fields of the result."""
+    # results must not depend on the number of cores
     torch.set_num_threads(subject.engine(cell).get("threads") or 1)
     watcher, model = Watcher(), None
     with suppress(NonFiniteError):
@@ -397,7 +404,7 @@ def _trained(subject: Subject, job: Job, cell: Cell, runs: Path) -> tuple[nn.Mod
 
 
 def _measured(folder: Path) -> dict[str, Any]:
-    """The fields of a result, from a run's record of its mini-batches and from its events."""
+    """Return the fields of a result, given the folder with a run's record of its mini-batches and its events."""
     events, stretches = read_events(folder / "log" / "events.jsonl"), read_timeline(folder / "seen")
     total, done, samples = sum(each.batches for each in stretches), 0, 0
     points = []
@@ -422,5 +429,5 @@ def _measured(folder: Path) -> dict[str, Any]:
 
 
 def _cpu_seconds() -> float:
-    """The processor time of this process and of the child processes that it waited for."""
+    """Return the processor time of this process and of the child processes for which it has waited."""
     return sum(os.times()[:4])

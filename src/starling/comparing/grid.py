@@ -1,5 +1,5 @@
-"""The `compare:` section of a recipe: arms, numbers of learners, learning rates and seeds; the cells that they form,
-and the result of each cell, in a JSON file of its own.
+"""The `compare:` section of a recipe, with arms, numbers of learners, learning rates and seeds; the cells that these
+form; and the result of each cell, which is in a separate JSON file.
 """
 
 import re
@@ -48,13 +48,14 @@ Seeds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_list
 
 
 def rate_of(rate: Rate, own: float) -> float:
-    """The learning rate that `rate` stands for if the arm's own rate is `own`; six digits, as in the name of a cell."""
+    """Return the learning rate for which `rate` stands if the arm's own rate is `own`. The result has six digits, as in
+    the name of a cell."""
     found = own * float(rate[:-1]) if isinstance(rate, str) else rate
     return float(f"{found:.6g}")
 
 
 class Arm(BaseModel):
-    """One way to train: a strategy, and any other keys of the recipe to change."""
+    """One way to train, which consists of a strategy and any other keys of the recipe that are changed."""
 
     model_config = ConfigDict(extra="allow", frozen=True, arbitrary_types_allowed=True)
 
@@ -79,7 +80,7 @@ class Arm(BaseModel):
 
 @dataclass(frozen=True)
 class Row:
-    """One arm with one number of learners in one setting: a row of the table."""
+    """One row of the table, which is one arm with one number of learners in one setting."""
 
     setting: str
     """Name of the setting; empty if the recipe has no settings."""
@@ -87,12 +88,12 @@ class Row:
     learners: int
 
     def cell(self, rate: float, seed: int) -> "Cell":
-        """One run of the row."""
+        """Return one run of the row."""
         return Cell(setting=self.setting, arm=self.arm, learners=self.learners, rate=rate, seed=seed)
 
 
 class Cell(Config):
-    """One run: an arm in a setting, with a number of learners, a learning rate and a seed."""
+    """One run, which is an arm in a setting with a number of learners, a learning rate and a seed."""
 
     setting: str = ""
     arm: str
@@ -118,21 +119,21 @@ class CompareConfig(Config):
     """The `compare:` section: every arm in every setting, with each number of learners, learning rate and seed."""
 
     arms: dict[Label, Arm] = Field(min_length=1)
-    """The ways to train that are compared, by name."""
+    """Arms that are compared, by name."""
     settings: dict[Label, Tree] = Field(default_factory=dict)
     """Keys of the recipe under which all arms are compared; arms of different settings are not compared."""
     learners: Counts = (4,)
     """Numbers of learners: one, or a list."""
     rates: Rates = ()
-    """The grid that each arm is tuned over: learning rates, or multiples of the arm's own (`0.5x`); if empty, each arm
-    uses its own rate."""
+    """The grid over which each arm is tuned, as learning rates, or as multiples of the arm's own rate (`0.5x`). If it
+    is empty, each arm uses its own rate."""
     bracket: bool = False
     """Whether a row's grid grows, by the factor between its last two rates, while its best rate lies at an end.
 
     An arm with one rate keeps it.
     """
     seeds: Seeds = (1, 2, 3)
-    """Seeds of the first weights, the order of the data and the times of the cluster."""
+    """Seeds of the initial weights, the order of the data and the times of the cluster."""
     tuning_seeds: int | None = Field(default=None, ge=1)
     """Number of seeds with which the best rate is chosen; the other seeds run only at that rate. None means all."""
     baseline: str | None = None
@@ -142,12 +143,12 @@ class CompareConfig(Config):
     """Quantity by which rates are chosen and arms compared: the score, or the training loss of the last tenth of the
     budget. The loss shows effects on training for which scores are too coarse; scores are reported beside it."""
     target: float | None = None
-    """Training loss; the time and the number of samples until it is reached are measured, and speed-ups refer to
-    these."""
+    """Training loss to reach. The time and the number of samples until it is reached are measured, and speed-ups refer
+    to these."""
     engine: Literal["virtual", "processes"] = "virtual"
     """Engine of the cells: simulated learners, or processes on this machine, one cell at a time."""
     jobs: int = Field(default=1, ge=1, le=256)
-    """Number of processes that compute simulated cells side by side; results do not depend on it."""
+    """Number of processes that compute simulated cells simultaneously. Results do not depend on this number."""
 
     @field_validator("learners", "rates", "seeds")
     @classmethod
@@ -190,7 +191,7 @@ class CompareConfig(Config):
 
     @property
     def _base(self) -> str:
-        """The baseline: the named arm, or else the first arm with one learner."""
+        """The baseline, which is the named arm, or else the first arm with one learner."""
         return self.baseline or next((label for label, arm in self.arms.items() if self.learners_of(arm) == (1,)), ONE)
 
     def learners_of(self, arm: Arm) -> tuple[int, ...]:
@@ -198,13 +199,13 @@ class CompareConfig(Config):
         return arm.learners or self.learners
 
     def rates_of(self, row: Row, own: float) -> tuple[float, ...]:
-        """The learning rates of a row whose own rate is `own`, in ascending order, each once."""
+        """Return the different learning rates of a row whose own rate is `own`, in ascending order."""
         arm = self.all_arms[row.arm]
         rates = self.rates if arm.rates is None else arm.rates
         return tuple(sorted({rate_of(rate, own) for rate in rates or (own,)}))
 
     def baseline_of(self, row: Row) -> Row:
-        """The row with which a row is compared; the row itself if it is the baseline."""
+        """Return the row with which a row is compared, or the row itself if it is the baseline."""
         counts = self.learners_of(self.all_arms[self._base])
         return Row(row.setting, self._base, row.learners if row.learners in counts else counts[0])
 
@@ -220,20 +221,20 @@ class CompareConfig(Config):
         ]
 
     def seeds_of(self, row: Row, is_tuning: bool) -> tuple[int, ...]:
-        """The seeds with which a row is tuned, or the other seeds."""
+        """Return the seeds with which a row is tuned or, unless `is_tuning`, the other seeds."""
         seeds = self.all_arms[row.arm].seeds or self.seeds
         count = self.tuning_seeds or len(seeds)
         return seeds[:count] if is_tuning else seeds[count:]
 
 
 def beyond(rates: Sequence[float], edge: str) -> float:
-    """The rate that continues a grid of ascending rates at its `lowest` or `highest` end."""
+    """Return the rate that continues a grid of ascending rates at its `lowest` or `highest` end."""
     near, inner = (rates[0], rates[1]) if edge == "lowest" else (rates[-1], rates[-2])
     return rate_of(near * near / inner, 0.0)
 
 
 def chosen_arms(section: Any, names: Sequence[str]) -> Tree:
-    """The arms with these names: arms of the section, and otherwise strategies."""
+    """Return the arms with these names. A name that is not an arm of the section is taken as a strategy."""
     arms = section.get("arms") if isinstance(section, dict) else None
     known = arms if isinstance(arms, dict) else {}
     return {re.sub(r"[^A-Za-z0-9.-]", "-", name): known.get(name, {"strategy": name}) for name in names}
@@ -256,7 +257,7 @@ class Metric(Config):
     """Name of the score that is reported beside the loss if `of_loss` is set."""
 
     def limit(self, value: float) -> str:
-        """The end of the scale at which a value is; empty inside."""
+        """Return the end of the scale at which a value is, or an empty text if it is inside the scale."""
         sign = -1.0 if self.higher_is_better else 1.0
         if self.all_right is not None and sign * value <= sign * self.all_right:
             return "everything right"
@@ -266,17 +267,17 @@ class Metric(Config):
 
 
 class Point(NamedTuple):
-    """The mean training loss of a part of the budget, at the part's middle."""
+    """The mean training loss of a part of the budget, assigned to the middle of that part."""
 
     share: float
-    """The part's middle as a share of the budget."""
+    """Middle of the part, as a fraction of the budget."""
     samples: float
     seconds: Seconds
     loss: float
 
 
 class CellResult(Config):
-    """The outcome of one cell. Fields that earlier versions wrote, and that are gone, are ignored."""
+    """The outcome of one cell. Fields that earlier versions wrote, and that no longer exist, are ignored."""
 
     model_config = Config.model_config | {"extra": "ignore"}
 
@@ -321,7 +322,8 @@ class CellResult(Config):
         return self.valid if self.test is None else self.test
 
     def when(self, target: float) -> Point | None:
-        """The point at which the training loss first falls to a target, linear between points; None if it does not."""
+        """Return the point at which the training loss first falls to a target, interpolated linearly between points, or
+        None if it does not reach the target."""
         before: Point | None = None
         for point in self.curve:
             if point.loss <= target:
@@ -339,9 +341,10 @@ class CellResult(Config):
 
     @classmethod
     def read(cls, folder: Path, cell: Cell, digest: str) -> "CellResult | None":
-        """The result of a cell in a folder; None unless everything on which it depends has this digest.
+        """Return the result of a cell in a folder, or None unless everything on which the result depends has this
+        digest.
 
-        Raises DataError for a file that cannot be read.
+        Raises `DataError` for a file that cannot be read.
         """
         file = folder / f"{cell.name}.json"
         if not file.is_file():

@@ -1,4 +1,4 @@
-"""The subject of a comparison: the runs of a recipe, or any job."""
+"""The subject of a comparison, which is the runs of a recipe, or any job."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,16 +25,16 @@ from starling.training.shards import MakeOptimizer
 from starling.workload import Ticket, Workload, mean_loss
 
 Scorer = Workload[Any] | Callable[[nn.Module], float]
-"""Scores a trained model: a function, or a workload, whose mean loss over its first epoch is the score."""
+"""Function that scores a trained model, or a workload, whose mean loss over its first epoch is the score."""
 
 
 class Subject(Protocol):
-    """The subject of a comparison: it turns a cell into a job, and scores the model. Processes that compute cells get a
-    copy."""
+    """The subject of a comparison. It converts a cell to a job, and scores the model. Processes that compute cells get
+    a copy of it."""
 
     @property
     def section(self) -> CompareConfig:
-        """The cells, and how they are compared."""
+        """The cells, and the way in which they are compared."""
 
     @property
     def metric(self) -> Metric:
@@ -49,28 +49,29 @@ class Subject(Protocol):
         """Description of the subject, as YAML."""
 
     def own_rate(self, row: Row) -> float:
-        """The learning rate of a row before any tuning."""
+        """Return the learning rate of a row before any tuning."""
 
     def digest(self, cell: Cell) -> str:
-        """The digest of everything on which the result of a cell depends: if it differs, the cell is computed again."""
+        """Return the digest of everything on which the result of a cell depends. If the digest differs from that of a
+        finished cell, the cell is computed again."""
 
     def batches_key(self, cell: Cell) -> str:
-        """A key that is equal for cells that load equal mini-batches."""
+        """Return a key that is equal for cells that load equal mini-batches."""
 
     def prepare(self, cells: Sequence[Cell], say: Say, bars: Bars) -> None:
-        """Prepare what cells share."""
+        """Prepare the data that cells share."""
 
     def job(self, cell: Cell) -> Job:
-        """The job of a cell."""
+        """Return the job of a cell."""
 
     def cluster(self, cell: Cell) -> Cluster:
-        """The cluster that is simulated."""
+        """Return the cluster that is simulated for a cell."""
 
     def engine(self, cell: Cell) -> Mapping[str, Any]:
-        """The engine options of its learners; of simulated ones, `threads` alone has a meaning."""
+        """Return the engine options of a cell's learners. For simulated learners, only `threads` has a meaning."""
 
     def score(self, cell: Cell, model: nn.Module) -> dict[str, Any]:
-        """The fields of a result about the quality of a trained model."""
+        """Return the fields of a result about the quality of a trained model."""
 
 
 @runtime_checkable
@@ -78,17 +79,17 @@ class Comparable(Protocol):
     """A task whose recipes `starling compare` can compare."""
 
     def comparison(self, tree: Tree, where: str) -> Subject:
-        """The subject of the comparison in a recipe with a section `compare`; `where` names the recipe in the
-        ConfigError that lists all problems."""
+        """Return the subject of the comparison in a recipe with a section `compare`. `where` is the name of the recipe
+        in the `ConfigError` that lists all problems."""
 
 
 def compared_by(section: CompareConfig, score: Metric) -> Metric:
-    """The metric of a comparison whose models are scored by `score`."""
+    """Return the metric of a comparison whose models are scored by `score`."""
     return Metric(name="training loss", of_loss=True, beside=score.name) if section.by == "loss" else score
 
 
 def rated(parameters: list[nn.Parameter], make: MakeOptimizer, factor: float) -> Optimizer:
-    """An optimizer with its learning rates multiplied by a factor."""
+    """Return an optimizer whose learning rates are multiplied by a factor."""
     optimizer = make(parameters)
     for group in optimizer.param_groups:
         group["lr"] *= factor
@@ -101,7 +102,7 @@ _ARM_KEYS = [each.name for each in fields(Job) if each.name not in _OF_THE_CELL]
 
 @dataclass(frozen=True)
 class JobSubject:
-    """Any job, or a function that makes one for a seed."""
+    """A subject that is any job, or a function that creates a job for a seed."""
 
     make: Job | Callable[[int], Job]
     section: CompareConfig
@@ -116,7 +117,7 @@ class JobSubject:
     _jobs: dict[int, Job] = field(default_factory=dict, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_jobs": {}}  # each process makes its own
+        return {**vars(self), "_jobs": {}}  # each process creates its own jobs
 
     @property
     def described(self) -> str:
@@ -143,7 +144,7 @@ class JobSubject:
             yield str(error)
 
     def _changes(self, row: Row) -> dict[str, Any]:
-        """The fields of the job that a row's setting and arm change, besides the strategy."""
+        """Return the fields of the job, other than the strategy, that a row's setting and arm change."""
         return {**self.section.settings.get(row.setting, {}), **self.section.all_arms[row.arm].keys}
 
     def _job(self, seed: int) -> Job:
@@ -170,7 +171,7 @@ class JobSubject:
         return rate
 
     def digest(self, cell: Cell) -> str:
-        """The digest of settings and of the model before training: its weights, loss and scores."""
+        """Return the digest of the settings and of the weights, loss and scores of the model before training."""
         if cell.seed not in self._probes:
             self._probes[cell.seed] = self._probe(cell.seed)
         job = self.job(cell)

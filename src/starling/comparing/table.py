@@ -1,4 +1,5 @@
-"""The result of a comparison: each arm at its best rate, its paired difference from the baseline, and its costs."""
+"""The result of a comparison, which contains each arm at its best rate, its paired difference from the baseline, and
+its costs."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ Value = str | int | float | None
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean with its 95 % interval, mean - half to mean + half, by Student's t; one value has no half."""
+    """A mean with its 95 % interval, mean - half to mean + half, by Student's t. A single value has no `half`."""
 
     mean: float
     half: float | None
@@ -28,7 +29,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Best:
-    """The rate of a row that did best on the validation set."""
+    """The rate of a row with the best validation result."""
 
     rate: float
     edge: str = ""
@@ -36,9 +37,9 @@ class Best:
 
 
 def choose(results: Sequence[CellResult], rates: Sequence[float], metric: Metric) -> Best:
-    """The rate whose mean validation result is best; a rate with a run that diverged is worse than any other.
+    """Return the rate whose mean validation result is best. A rate with a run that diverged is worse than any other.
 
-    Of equal validation results, the one with the lower training loss is better; with `metric.of_loss`, only the
+    If validation results are equal, the rate with the lower training loss is better. With `metric.of_loss`, only the
     training loss counts.
     """
     if len(rates) == 1:
@@ -56,7 +57,7 @@ def choose(results: Sequence[CellResult], rates: Sequence[float], metric: Metric
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """The mean of independent values with its interval."""
+    """Return the mean of independent values with its interval."""
     from scipy import stats
 
     mean, count = fmean(values), len(values)
@@ -64,10 +65,10 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def paired(before: dict[int, float], after: dict[int, float]) -> tuple[Estimate | None, float | None]:
-    """The difference of values by seed over the seeds that both have, and the p value of a paired t-test.
+    """Return the mean difference of values over the seeds that both sides have, and the p value of a paired t-test.
 
-    Equal differences, which are common among coarse results, do not show that there is no noise: then both sides' own
-    spread counts (Welch's test).
+    Equal differences, which are common among coarse results, do not show that there is no noise. In that case the
+    spread within each side is used (Welch's test).
     """
     from scipy import stats
 
@@ -87,7 +88,8 @@ def paired(before: dict[int, float], after: dict[int, float]) -> tuple[Estimate 
 
 @dataclass
 class Comparison:
-    """The result of `starling.compare` and `starling compare`; `rows` has a row for each arm and number of learners."""
+    """The result of `starling.compare` and `starling compare`. `rows` returns a row for each arm and number of
+    learners."""
 
     folder: Path
     """Folder of table.md and results.json."""
@@ -101,12 +103,12 @@ class Comparison:
     """Results of every cell, at every rate."""
 
     def at_best(self, row: Row) -> list[CellResult]:
-        """A row's results at its best rate, one for each seed."""
+        """Return the results of a row at its best rate, one for each seed."""
         rate = self.best[row].rate
         return [each for each in self.results if each.cell.row == row and each.cell.rate == rate]
 
     def rows(self) -> list[dict[str, Any]]:
-        """One flat record for each row, which pandas reads: see docs/comparing.md for the columns."""
+        """Return one flat record for each row, which pandas can read. See docs/comparing.md for the columns."""
         return self._rows
 
     @cached_property
@@ -126,7 +128,7 @@ class Comparison:
         return rows
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """`rows` as a pandas.DataFrame. Raises MissingExtraError if pandas is not installed."""
+        """Return `rows` as a pandas.DataFrame. Raises `MissingExtraError` if pandas is not installed."""
         try:
             import pandas
         except ModuleNotFoundError as error:
@@ -134,14 +136,14 @@ class Comparison:
         return pandas.DataFrame(self.rows())
 
     def value(self, result: CellResult) -> float | None:
-        """The value by which a run is compared: its test result, else its validation result, else its training loss;
-        with `metric.of_loss`, the training loss."""
+        """Return the value by which a run is compared. It is the test result, else the validation result, else the
+        training loss. With `metric.of_loss`, it is always the training loss."""
         if result.diverged:
             return self.metric.diverged
         return result.loss if self.metric.of_loss or result.score is None else result.score
 
     def _values(self, row: Row) -> dict[int, float]:
-        """The values of a row by seed; empty if a run has no value."""
+        """Return the values of a row by seed, or an empty dictionary if a run has no value."""
         values = {result.cell.seed: self.value(result) for result in self.at_best(row)}
         return {} if None in values.values() else {seed: value for seed, value in values.items() if value is not None}
 
@@ -174,14 +176,14 @@ class Comparison:
         }
 
     def _beside(self, found: list[CellResult]) -> dict[str, Any]:
-        """The score beside the training loss by which arms are compared."""
+        """Return the score that is reported beside the training loss by which arms are compared."""
         if not self.metric.of_loss:
             return {}
         scores = [each.score for each in found if each.score is not None]
         return _with_half("score", estimate(scores) if len(scores) == len(found) else None)
 
     def _limit(self, own: dict[int, float], base: dict[int, float]) -> str:
-        """Why a row is not compared with the baseline; empty if it is."""
+        """Return the reason why a row is not compared with the baseline, or an empty text if it is compared."""
         for values, whose in ((own, ""), (base, "baseline: ")):
             reason = self.metric.limit(fmean(list(values.values()))) if values else "diverged"
             if reason:
@@ -189,8 +191,8 @@ class Comparison:
         return ""
 
     def _costs(self, own: list[CellResult], base: list[CellResult]) -> dict[str, Any]:
-        """Times, traffic and waits, as means over seeds; the speed-up is by the time to the target, or else by the
-        throughput."""
+        """Return times, traffic and waits as means over seeds. The speed-up refers to the time to the target or,
+        without a target, to the throughput."""
         reached, ours, theirs = self._reached(own), self._slowness(own), self._slowness(base)
         speedup = theirs / ours if ours and theirs else None
         learners = base[0].cell.learners / own[0].cell.learners
@@ -203,14 +205,14 @@ class Comparison:
         }
 
     def _reached(self, results: list[CellResult]) -> Point | None:
-        """The mean point at which runs reach the target; None unless all do."""
+        """Return the mean point at which runs reach the target, or None unless all runs reach it."""
         target = self.section.target
         points = [each.when(target) for each in results if target is not None]
         there = [point for point in points if point is not None]
         return Point(*map(fmean, zip(*there, strict=True))) if len(there) == len(results) else None
 
     def _slowness(self, results: list[CellResult]) -> float | None:
-        """Mean seconds to the target, or per sample if there is no target."""
+        """Return the mean seconds to the target, or per sample if there is no target."""
         if self.section.target is not None:
             reached = self._reached(results)
             return reached and reached.seconds
@@ -227,7 +229,7 @@ class Comparison:
         ]
 
     def content(self) -> dict[str, Any]:
-        """The whole comparison, for results.json."""
+        """Return the whole comparison in the form of results.json."""
         return {
             "compare": self.section.model_dump(mode="json", fallback=str),
             "metric": self.metric.model_dump(mode="json"),
@@ -305,7 +307,7 @@ def _named(row: Row) -> str:
 
 
 def _text(mean: Value, half: Value = None, sign: str = "", digits: int | None = None) -> str:
-    """A mean with its interval as text, with two digits for values below 10."""
+    """Return a mean with its interval as text, with two digits for values below 10."""
     if not isinstance(mean, float | int):
         return "—"
     size = max(abs(mean), half if isinstance(half, float) else 0.0)
@@ -322,7 +324,7 @@ def _short(value: Value) -> str:
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table with columns as wide as their widest cell."""
+    """Return the lines of a table whose columns are as wide as their widest cells."""
     widths = [max(len(row[column]) for row in [titles, *rows]) for column in range(len(titles))]
     lines = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in [titles, *rows]]
     lines.insert(1, ["-" * width for width in widths])
@@ -330,6 +332,6 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _mean_of(values: Sequence[float | None]) -> float | None:
-    """The mean of the values that are not None."""
+    """Return the mean of the values that are not None."""
     there = [value for value in values if value is not None]
     return fmean(there) if there else None

@@ -1,1 +1,1 @@
-"""Starts, watches and ends learner processes; owns the store and the messages between processes."""
+"""Code that starts, watches and ends learner processes, and the store and messages through which they communicate."""

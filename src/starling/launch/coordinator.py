@@ -1,12 +1,13 @@
 """The process that holds the store and announces memberships for loops joined with `on_loss="continue"`, and a loop's
 connection to it.
 
-It outlives every learner: learner 0 starts it detached, and it ends with the last learner, so that any of them may be
-lost. It never starts or kills a learner. A learner is lost when its connection closes or is silent for too long. Only
-learners that reach this process can continue or finish, so two halves of a split network never both do.
+The coordinator outlives every learner, so that any learner may be lost: learner 0 starts it as a detached process,
+which ends with the last learner. It never starts or kills a learner. A learner counts as lost when its connection
+closes or is silent for too long. Only learners that reach the coordinator can continue or finish, so if the network
+splits in two, at most one half continues.
 
 The coordinator listens on MASTER_PORT. If something else holds a store there (torchrun's agent, or learner 0 for the
-process group of a host framework), it takes any free port, which learner 0 publishes in that store.
+process group of a host framework), the coordinator listens on any free port, which learner 0 publishes in that store.
 """
 
 import logging
@@ -46,30 +47,30 @@ if TYPE_CHECKING:
 
 Seconds = float
 LINK = "coordinator/link"
-"""Key in the store that holds the port on which the coordinator hears learners."""
+"""Key in the store under which the coordinator's port for learners is published."""
 OVER = "the run is ending"
 PATIENCE: Seconds = 9.0
-"""Time without an answer after which the machine of a learner, or the coordinator's, is lost."""
+"""Time without an answer after which a learner's machine, or the coordinator's machine, counts as lost."""
 _TOGETHER: Seconds = 0.01
-"""Time between changes below which they make one membership."""
+"""Changes that follow each other within this time are announced as one membership."""
 
 
 class Coordinator:
-    """Lets learners in at `listener`, and announces memberships until the last learner has gone.
+    """Admits learners that connect to `listener`, and announces memberships until the last learner has gone.
 
-    The first membership needs as many learners as they say the run has. The process that started this one holds the
-    other end of `parent` until it has connected.
+    Each learner states the number of learners with which the run starts; the first membership waits for that many. The
+    process that started the coordinator keeps the other end of `parent` open until it has connected as a learner.
     """
 
     def __init__(self, listener: socket.socket, parent: socket.socket) -> None:
         self._listener, self._parent = listener, parent
         self._roster = Roster(0)
-        """Roster of the learners, whose lock also guards the following attributes."""
+        """Roster of the learners. Its lock also guards the following attributes."""
         self._switchboard = Switchboard(self._roster, self._hear)
         self._patience: dict[int, Seconds] = {}
-        """Silence after which each learner is lost."""
+        """Silence after which each learner counts as lost, by `learner_id`."""
         self._lost: dict[int, str] = {}
-        """Members that were lost since the last announcement, with the reasons."""
+        """Members that were lost since the last announcement, each with the reason."""
         self._world = 0
         self._is_over = False
 
@@ -84,7 +85,7 @@ class Coordinator:
                     self._announce()
 
     def _is_needed(self) -> bool:
-        """Whether learners are here, or the process that started this one has not connected yet."""
+        """Whether any learner is connected, or the process that started the coordinator has not connected yet."""
         with self._roster.lock:
             is_anyone_here = any(record.process.is_running for record in self._roster.learners.values())
         poll = select.poll()  # `select.select` refuses files above 1,023
@@ -92,8 +93,8 @@ class Coordinator:
         return is_anyone_here or not poll.poll(0)
 
     def _admit(self, who: tuple[str, ...], connection: socket.socket, welcome: Greeted) -> None:
-        """Admit a learner. `who` is its id, the number of learners with which its run starts, and the silence after
-        which it is lost."""
+        """Admit a learner. `who` contains the learner's id, the number of learners with which its run starts, and the
+        silence after which the learner counts as lost."""
         learner_id, world, silence = int(who[0]), int(who[1]), float(who[2])
         process = LearnerProcess(line=Line(connection))
         with self._roster.lock:
@@ -152,15 +153,15 @@ class Coordinator:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A socket that listens on loopback, or on all interfaces if `address` is empty."""
+    """Return a socket that listens on the loopback interface, or on all interfaces if `address` is empty."""
     if not address and socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, backlog=128, dualstack_ipv6=True)
     return socket.create_server((address, port), backlog=128)
 
 
 def store_at(listener: socket.socket, address: str) -> "TCPStore":
-    """A store whose connections come in at `listener`, which `address` reaches from this process. Passing a socket is
-    the only way to keep a store off other interfaces."""
+    """Return a store that accepts connections at `listener`. This process reaches the listener at `address`. Passing a
+    socket is the only way to keep a store off other interfaces."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     port, copy = int(listener.getsockname()[1]), os.dup(listener.fileno())
@@ -169,8 +170,10 @@ def store_at(listener: socket.socket, address: str) -> "TCPStore":
 
 @contextmanager
 def started_coordinator(address: str, port: int) -> Generator[int, None, None]:
-    """Start a coordinator whose store listens on `port`, or on any port if that is 0; yields the port. The coordinator
-    runs within this context, and as long as learners are there. `ProtocolError` if nothing can listen there."""
+    """Start a coordinator whose store listens on `port`, or on any free port if `port` is 0, and yield the port. The
+    coordinator runs within this context, and afterwards as long as any learner is connected.
+
+    Raises `ProtocolError` if the port cannot be used."""
     ours, theirs = socket.socketpair()
     with ours:
         try:
@@ -193,8 +196,8 @@ def started_coordinator(address: str, port: int) -> Generator[int, None, None]:
 
 
 def main(store: int, link: int, parent: int) -> None:
-    """Run a coordinator, given the descriptors of two sockets that listen, for the store and for learners, and of one
-    that the parent process holds."""
+    """Run a coordinator. `store` and `link` are the descriptors of listening sockets for the store and for learners;
+    `parent` is the descriptor of a socket whose other end the parent process holds."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # learners decide when the run ends
         signal.signal(number, signal.SIG_IGN)
     with socket.socket(fileno=store) as listener, socket.socket(fileno=link) as hearing:
@@ -213,7 +216,8 @@ _RETRY_SECONDS = 0.05
 
 
 class CoordinatorFeed(MembershipFeed):
-    """The memberships that the coordinator announces to this learner, whose place has the coordinator's store."""
+    """The memberships that the coordinator announces to this learner. The learner's place has the coordinator's
+    store."""
 
     def __init__(self, place: Place, line: socket.socket, store_connections: Connections, seconds: float) -> None:
         super().__init__(place.rank, None, is_watched=True)
@@ -297,9 +301,9 @@ def connect(seconds: float, host_store: Store | None = None) -> CoordinatorFeed:
 
 
 def _connect(rank: int, world: int, address: str, port: int, seconds: float) -> tuple[Store, socket.socket]:
-    """The coordinator's store, and a connection over which it has admitted this learner.
+    """Return the coordinator's store, and a connection over which the coordinator has admitted this learner.
 
-    Raises `OSError` if no coordinator answers yet, or the run of the one that answers is ending.
+    Raises `OSError` if no coordinator answers yet, or if a coordinator answers whose run is ending.
     """
     rendezvous.check_store(rank, address, port, seconds)
     try:

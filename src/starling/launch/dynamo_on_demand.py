@@ -30,7 +30,7 @@ _MARKED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 def postpone_dynamo() -> None:
     """Let torch's optimizers work without Dynamo until something imports it.
 
-    Does nothing if Dynamo is already imported, or if this version of torch imports it in a different way.
+    The function does nothing if Dynamo is already imported, or if this version of torch imports it in a different way.
     """
     if _DYNAMO in sys.modules:
         return
@@ -71,7 +71,8 @@ class _Postponed(MetaPathFinder):
 
 
 def _without_breaks(func: Callable[..., Any]) -> FunctionType:
-    """The wrapper that `_use_grad_for_differentiable` puts around an optimizer's step, without its graph breaks."""
+    """Return a copy of the wrapper that `_use_grad_for_differentiable` puts around an optimizer's step. The copy has no
+    graph breaks."""
 
     def step(*args: Any, **kwargs: Any) -> Any:
         was_enabled = torch.is_grad_enabled()

@@ -1,7 +1,7 @@
-"""Starts learner processes, on this machine unless told otherwise, watches them, and leaves none behind.
+"""Starts learner processes, by default on this machine, watches them, and leaves no process behind.
 
-When a learner dies, or is killed because it sent no heartbeat for too long, the others may continue: the launcher
-announces the next membership to them.
+If a learner dies, or is killed because it sent no heartbeat for too long, the other learners may be able to continue.
+The launcher then announces the next membership to them.
 """
 
 import shutil
@@ -42,7 +42,7 @@ OnMessage = Callable[[int, LearnerMessage], None]
 
 @contextmanager
 def loopback_store(address: str = "127.0.0.1") -> Generator[int, None, None]:
-    """Run a store that listens on the interface of `address` only, by default the loopback, and yield its port."""
+    """Run a store that listens only on the interface with `address`, by default the loopback, and yield its port."""
     with owned(listen(address, 0)) as listener:
         with own_connections():
             store = store_at(listener, address)
@@ -52,7 +52,7 @@ def loopback_store(address: str = "127.0.0.1") -> Generator[int, None, None]:
 
 @contextmanager
 def this_machine(program: Program) -> Generator[Site, None, None]:
-    """Starts learners as child processes on this machine, whose store and sockets are on its loopback interface."""
+    """Starts learners as child processes on this machine. Their store and sockets use its loopback interface."""
     with loopback_store() as port:
         scratch = scratch_folder()
 
@@ -84,17 +84,19 @@ def launch(
 ) -> list[Loss]:
     """Run `command` in `world` learner processes until all have exited, and return the losses that the others survived.
 
-    A learner's output goes to `log_folder/learner-<id>.log`, and the messages that it sends through its `Link` to
-    `on_message`. If a learner fails, the others are ended and its error is raised.
+    A learner's output is written to `log_folder/learner-<id>.log`. `on_message` is called with the messages that the
+    learner sends through its `Link`. If a learner fails, the other learners are ended and the failed learner's error is
+    raised.
 
     Args:
         command: The command line of a learner.
         world: The number of learners at the start.
         log_folder: The folder of the logs; created if it is missing.
-        on_message: Called with each message and the id of its sender.
-        changes: Whether the other learners continue when a learner is killed, and which may join or be restarted.
-        roster: Where the learners are recorded; pass one to read it during the run.
-        machines: Where the learners run.
+        on_message: A function that is called with the id of the sender and each message.
+        changes: Whether the other learners continue when a learner is killed, and which learners may join or be
+            restarted.
+        roster: The roster in which the learners are recorded. Pass a roster if you want to read it during the run.
+        machines: The machines on which the learners run.
 
     Raises:
         PeerLost: A learner was killed, and the others cannot continue.
@@ -118,25 +120,25 @@ def launch(
 
 
 class Supervisor:
-    """Starts learners at `site`, and watches those of the roster until all have exited: reads their messages, decides
-    which are lost, and announces memberships. The other arguments are those of `launch`."""
+    """Starts learners at `site`, and watches the learners in the roster until all have exited: reads their messages,
+    decides which are lost, and announces memberships. The other arguments are those of `launch`."""
 
     def __init__(self, site: Site, roster: Roster, changes: Changes, on_message: OnMessage) -> None:
         self.processes: list[LearnerProcess] = []
         """All processes that were started."""
         self.received: list[int] = []
-        """Stop signals to this process, or to one of its learners."""
+        """Stop signals that this process, or one of its learners, has received."""
         self._site, self._roster, self._changes, self._on_message = site, roster, changes, on_message
         self._switchboard = Switchboard(roster, self._hear)
         self._joiners = Joiners(changes, roster, self.start)
         self._asked_to_stop: Seconds | None = None
         self._exited: set[int] = set()
-        """Learners that had exited when exits were last handled, and had not been lost before."""
+        """Learners that had exited, and were not yet recorded as lost, when exits were last handled."""
         self._node_lost_at: Seconds | None = None
         """Time at which the first learner of a lost node was noticed, while others on that node still seem to run."""
 
     def start(self, learner_id: int, joins: bool = True) -> None:
-        """Start a process for a learner that has none running."""
+        """Start a process for a learner that has no running process."""
         process = self._site.start(learner_id, joins)
         self.processes.append(process)
         self._roster.start(learner_id, process, joins)
@@ -173,7 +175,7 @@ class Supervisor:
             raise Stopped(f"stopped by {signal_name(self.received[0])}", self.received[0], has_saved=True)
 
     def _stop(self, number: int) -> None:
-        """Tell the learners to save and end together; raise `Stopped` if they are not able to, or take too long."""
+        """Tell the learners to save and end together. Raise `Stopped` if they cannot do so, or take too long."""
         name, now = signal_name(number), self._roster.clock()
         if self._asked_to_stop is None:
             if not any(record.process.can_stop for record in self._counted()):
@@ -185,13 +187,13 @@ class Supervisor:
             raise Stopped(f"stopped by {name}; the learners had not saved after {STOP:g} s", number)
 
     def _counted(self) -> list[LearnerRecord]:
-        """The learners whose failure is a failure of the run: neither joiners nor learners without which the others
-        train."""
+        """The learners whose failure is a failure of the run. Joiners, and learners that the others already train
+        without, do not belong to them."""
         return [each for each in self._roster.learners.values() if not each.is_out and not each.is_joining]
 
     def _handle_exits(self) -> bool:
-        """Announce a membership without the learners that have failed, if any; return False if the run cannot survive
-        their loss."""
+        """If learners have failed, announce a membership without them. Return False if the run cannot survive their
+        loss."""
         exited = [
             record
             for record in self._roster.learners.values()
@@ -226,7 +228,8 @@ class Supervisor:
         return now - self._node_lost_at < NODE_LOSS
 
     def _continue_without(self, failed: list[LearnerRecord], never_came: list[int]) -> bool:
-        """Announce a membership without these learners; return False if no other has a state to continue from."""
+        """Announce a membership without these learners. Return False if no other learner has a state from which to
+        continue."""
         before, out = self._roster.members, [record.learner_id for record in failed]
         reasons = [record.describe_exit() for record in failed]
         reason = "; ".join([*reasons, *(f"learner {learner_id} did not join" for learner_id in never_came)])
@@ -252,8 +255,8 @@ class Supervisor:
         return True
 
     def _replace(self, gone: list[int], failed: list[LearnerRecord]) -> None:
-        """Request restarts of the learners in `gone`, unless a failed one was a joiner that had computed nothing, or
-        the run is about to stop."""
+        """Request restarts of the learners in `gone`, unless the run is about to stop, or one of the failed learners
+        was a joiner that had computed nothing."""
         if self._changes.on_loss != "replace" or self._asked_to_stop is not None:
             return
         idle = [record for record in failed if record.attempt.is_joiner and not record.attempt.has_computed]
@@ -266,8 +269,8 @@ class Supervisor:
             self._joiners.want(gone)
 
     def _admit_joiners(self) -> None:
-        """Start requested joiners, and announce a membership with those that are ready. Waits until all members have
-        entered the newest membership."""
+        """Start requested joiners, and announce a membership with those that are ready. The announcement waits until
+        all members have entered the newest membership."""
         if self._asked_to_stop is not None or any(record.attempt.generation < 0 for record in self._counted()):
             return
         here = self._roster.records(self._roster.members)
@@ -307,14 +310,14 @@ class Supervisor:
 
 
 def _is_unexplained(records: list[LearnerRecord]) -> bool:
-    """Whether all failed learners failed because they lost another one."""
+    """Whether all failed learners failed because they lost another learner."""
     failed = [record for record in records if record.has_failed]
     return bool(failed) and all(isinstance(record.process.error, PeerLost) for record in failed)
 
 
 def _cause(failed: list[LearnerRecord]) -> StarlingError:
-    """The most likely cause among failures: a kill, else an exit without a message, else an error other than the loss
-    of a peer, else any."""
+    """Return the most likely cause among the failures. In order of preference, it is a kill, an exit without a message,
+    an error other than the loss of a peer, or any other failure."""
     for record in failed:
         if record.was_killed:
             return PeerLost(f"{record.describe_exit()}; its log: {record.process.log}")

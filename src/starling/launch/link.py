@@ -1,12 +1,12 @@
 """The connection between a launcher or a coordinator and each of its learners: messages in both directions, and the
 learner's heartbeat.
 
-If the launcher dies, the learner reads end-of-file and exits, so that no process is left behind. If no heartbeat comes
-for a long time, the launcher knows that the learner is stalled.
+If the launcher dies, the learner reads end-of-file and exits, so that no process is left behind. If no heartbeat
+arrives for a long time, the launcher concludes that the learner is stalled.
 
 A learner that was started on the launcher's machine inherits its connection. Nodes of a cluster, and joined loops,
-connect over TCP, and only if both sides know the run's token, which each proves over challenges of both; see
-`run_token`.
+connect over TCP. Such a connection is accepted only if both sides know the run's token; each side proves its knowledge
+with a message authentication code over the challenges of both sides, see `run_token`.
 """
 
 import os
@@ -40,7 +40,7 @@ from starling.timeouts import DOOR, FULL_PAUSE, HEARTBEAT_EVERY, TERMINATION
 
 VARIABLE = "STARLING_LINK_FD"
 SCRATCH = "STARLING_SCRATCH"
-"""Environment variable with the folder for the temporary files of this run."""
+"""Environment variable: folder for the temporary files of this run."""
 JOINS = "STARLING_JOINS"
 """Environment variable: 1 if the learner joins a running experiment."""
 WATCHED = "STARLING_WATCHED"
@@ -55,32 +55,32 @@ _LOOK_EVERY = 0.5
 
 
 class Line:
-    """One end of a connection that carries messages; it never waits for the other end.
+    """One end of a connection that carries messages. It never waits for the other end.
 
-    Until it is connected, it keeps the messages that it should send.
+    Until the line is connected, it keeps the messages that are to be sent.
     """
 
     def __init__(self, connection: socket.socket | None = None) -> None:
         self.connection = connection
         self.closed_at = 0.0
-        """Time at which the connection was closed, on the monotonic clock; 0 before."""
+        """Time at which the connection was closed, on the monotonic clock; 0 while it is open."""
         self.unread = bytearray()
-        """Received part of an incomplete message."""
+        """The part of an incomplete message that has been received."""
         self.untold = bytearray()
-        """Messages for which the other end, which does not read, has left no room."""
+        """Messages that could not be sent yet, because the other end does not read and the buffer is full."""
 
     def fileno(self) -> int:
-        """The descriptor; -1 before it is connected, and after it was closed."""
+        """The descriptor of the connection; -1 before the line is connected and after it was closed."""
         return -1 if self.connection is None else self.connection.fileno()
 
     def tell(self, message: LauncherMessage) -> None:
-        """Send a message; any part for which there is no room is sent later, by `tell_rest`, or dropped if the
+        """Send a message. A part for which the buffer has no room is sent later by `tell_rest`; it is dropped if the
         connection is lost."""
         self.untold += encode(message)
         self.tell_rest()
 
     def tell_rest(self) -> None:
-        """Send the messages for which there was no room."""
+        """Send the messages for which the buffer had no room."""
         if self.connection is not None:
             try:
                 del self.untold[: self.connection.send(self.untold, socket.MSG_DONTWAIT)]
@@ -90,7 +90,8 @@ class Line:
                 self.untold.clear()
 
     def hear(self) -> list[bytes]:
-        """The messages that are complete now. BlockingIOError if nothing has come, EOFError at the end."""
+        """Return the messages that are complete now. Raises `BlockingIOError` if no data has arrived, and `EOFError` at
+        the end of the connection."""
         try:
             received = self.connection.recv(1 << 16, socket.MSG_DONTWAIT) if self.connection is not None else b""
         except BlockingIOError:
@@ -106,9 +107,9 @@ class Line:
         return [bytes(each) for each in messages]
 
     def hang_up(self) -> None:
-        """End the connection: both ends still read what was sent, and then its end."""
+        """End the connection. Both ends can still read the data that was sent, and then read end-of-file."""
         if self.connection is not None:
-            with suppress(OSError):  # the other end has done so
+            with suppress(OSError):  # the other end has already shut it down
                 self.connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -121,7 +122,8 @@ class Line:
 class Link:
     """A learner's connection to its launcher or its coordinator: messages in both directions, and heartbeats.
 
-    A thread calls `on_end` once the connection has ended or carries something else; without it, this process exits.
+    A thread calls `on_end` once the connection has ended, or has delivered an invalid message. Without `on_end`, this
+    process then exits.
     """
 
     def __init__(self, connection: socket.socket, on_end: Callable[[Exception], None] | None = None) -> None:
@@ -132,9 +134,9 @@ class Link:
         self._on_end = on_end or self._exit
         self._is_closed = False
         self.heartbeat: Callable[[], Heartbeat] = Heartbeat
-        """Makes the message that is sent every `HEARTBEAT_EVERY` seconds."""
+        """Function that creates the message that is sent every `HEARTBEAT_EVERY` seconds."""
         self.leftovers = [Path(os.environ[SCRATCH])] if SCRATCH in os.environ else []
-        """Folders that are removed if the launcher dies, which removes them otherwise."""
+        """Folders that this process removes if the launcher dies. Normally, the launcher removes them."""
         threading.Thread(target=self._hear, name="starling-link", daemon=True).start()
         threading.Thread(target=self._beat, name="starling-heart", daemon=True).start()
 
@@ -151,8 +153,8 @@ class Link:
             self._connection.sendall(line)
 
     def listen(self, kind: type[MessageT], listener: Callable[[MessageT], None]) -> None:
-        """Call `listener` with each message of a kind, in addition to other listeners: at once with earlier messages,
-        in the link's thread with later ones."""
+        """Call `listener` with each message of a kind, in addition to other listeners. It is called at once with
+        messages that have already arrived, and in the link's thread with later messages."""
         with self._listening:
             self._listeners.append((kind, listener))
             for message in self._heard:
@@ -169,7 +171,7 @@ class Link:
     def _beat(self) -> None:
         while not self._is_closed:
             time.sleep(HEARTBEAT_EVERY)
-            with suppress(OSError):  # the other end is gone, or a log cannot be written: the next one may succeed
+            with suppress(OSError):  # the other end is gone, or a log cannot be written; the next message may succeed
                 self.send(self.heartbeat())
 
     def _hear(self) -> None:
@@ -225,13 +227,13 @@ def letting_in(
     admit: Admit,
     look_after: Callable[[], None] = lambda: None,
 ) -> Generator[None, None, None]:
-    """Within this context, admit processes that know the run's token, each in a thread of its own, so that a stranger
-    delays none of them.
+    """Within this context, admit processes that know the run's token. Each connection is handled in a separate thread,
+    so that a process without the token delays no other.
 
-    `admit` is called in that thread with the sender's `who`, the connection, and the welcome that it sends first. It
-    raises `ProtocolError` to refuse, and `KeyError` or `ValueError` for messages that no honest process sends.
-    `look_after` is called twice a second. If the machine of an admitted process does not answer for `unreachable`
-    seconds, its connection fails.
+    `admit` is called in that thread with the sender's `who`, the connection, and the welcome that `admit` must send
+    first. It raises `ProtocolError` to refuse the sender, and `KeyError` or `ValueError` for messages that no honest
+    process sends. `look_after` is called twice a second. If the machine of an admitted process does not answer for
+    `unreachable` seconds, its connection fails.
     """
     is_closed = threading.Event()
 
@@ -283,9 +285,9 @@ def _answer(line: socket.socket, token: str, unreachable: Seconds, admit: Admit)
 
 
 def knock(address: str, port: int, token: str, unreachable: Seconds, *who: str) -> socket.socket:
-    """Connect to a door as `who`. `unreachable` has the same meaning as for the door.
+    """Connect as `who` to a process that admits others with `letting_in`. `unreachable` has the same meaning as there.
 
-    Raises `OSError` if there is none, `ProtocolError` if it refuses, or does not know the token.
+    Raises `OSError` if no process listens at the address, and `ProtocolError` if it refuses or does not know the token.
     """
     line = socket.create_connection((address, port), timeout=DOOR)
     try:
@@ -303,20 +305,20 @@ def knock(address: str, port: int, token: str, unreachable: Seconds, *who: str) 
 
 
 def _settle(line: socket.socket, unreachable: Seconds) -> socket.socket:
-    """Set up a connection to last until the other machine has not answered for `unreachable` seconds. The kernel of a
-    machine answers even while its processes are stopped or busy."""
+    """Configure a connection so that it fails once the other machine has not answered for `unreachable` seconds. The
+    kernel of a machine answers even while its processes are stopped or busy."""
     line.settimeout(None)
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": unreachable - 1}
     for name, value in (options | {"TCP_USER_TIMEOUT": 1000 * unreachable}).items():
-        if hasattr(socket, name):  # not on every system
+        if hasattr(socket, name):  # some systems lack these options
             line.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), int(value))
     return owned(line)
 
 
 def read_line(line: socket.socket) -> bytes:
-    """A short line, read byte by byte, so that nothing after it is taken."""
+    """Read a short line byte by byte, so that no data after the line is consumed."""
     content = b""
     while not content.endswith(b"\n"):
         content += (byte := line.recv(1))

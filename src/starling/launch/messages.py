@@ -1,4 +1,4 @@
-"""Every message between a launcher, its learners, and the commands that look at a run or change it.
+"""All messages between a launcher, its learners, and the commands that inspect or change a run.
 
 Learners and launcher communicate over a socket, one JSON object per line (`launch/link.py`); `starling join` and the
 launcher exchange files (`launch/joiners.py`); `starling status` reads a file that the launcher writes. Each message is
@@ -36,7 +36,8 @@ class _Message:
     __pydantic_config__ = _STRICT
 
     def __init_subclass__(cls, kind: str = "") -> None:
-        """Give a message that travels over a socket a last field, `kind`, by which the other end recognises it."""
+        """Add a last field, `kind`, to a message that is sent over a socket. The other end uses it to recognise the
+        class of the message."""
         if kind:
             cls.__annotations__["kind"] = Literal[kind]
             cls.kind = field(default=kind, kw_only=True)  # type: ignore[attr-defined]
@@ -65,14 +66,14 @@ class Heartbeat(LearnerMessage, kind="heartbeat"):
 
 @dataclass(frozen=True)
 class Hello(LearnerMessage, kind="hello"):
-    """The first message over a connection of its own, to the launcher or the coordinator."""
+    """The first message over a new connection to the launcher or the coordinator."""
 
     who: tuple[str, ...]
     """Identity of the sender, and anything that the other side must know about it."""
     challenge: str
-    """Random number, over which the other side proves that it knows the run token."""
+    """Random number with which the other side proves that it knows the run token."""
     proof: str
-    """Proof, over the other side's random number, that the sender knows the run token."""
+    """Proof that the sender knows the run token, computed over the random number of the other side."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,8 @@ class Reached(LearnerMessage, kind="reached"):
     """The learner has reached a stage on its way into a membership."""
 
     stage: Stage
-    """Stage on the way. ready: the learner waits for a membership that includes it; arrived: it waits for the other
-    members; entered: all have met, and it trains."""
+    """Stage on the way. ready: the learner waits for a membership that includes it; arrived: the learner waits for the
+    other members; entered: all members have met, and the learner trains."""
     generation: int
     """Generation of the membership; -1 if the learner waits for its first one."""
 
@@ -155,13 +156,13 @@ class Stretch:
         self.learner, self.end, self.step = other.learner, max(self.end, other.end), max(self.step, other.step)
 
     def since(self, before: "Stretch") -> "Stretch":
-        """The work that has been added since this stretch was `before`."""
+        """Return the work that was added after the state `before` of this stretch."""
         more: dict[str, Any] = {name: getattr(self, name) - getattr(before, name) for name in _SUMMED}
         return Stretch(self.learner, self.end, step=self.step, **more)
 
     @property
     def begin(self) -> Seconds:
-        """The time at which the stretch began, if it is of one learner."""
+        """The time at which the stretch began. It is meaningful only for a stretch of a single learner."""
         return self.end - self.seconds
 
     @property
@@ -180,11 +181,11 @@ _SUMMED = tuple(each.name for each in fields(Stretch) if each.name not in ("lear
 
 @dataclass(frozen=True)
 class Progress(LearnerMessage, kind="progress"):
-    """A learner's progress; sent from time to time, and whenever the learner has ended an epoch."""
+    """A learner's progress. The learner sends it from time to time, and at the end of each epoch."""
 
     learner_id: int
     new: Stretch
-    """Work since the learner's previous progress; without frames if only time has passed."""
+    """Work since the learner's previous progress message. It has no frames if only time has passed."""
     so_far: Stretch
     """Work in the epoch so far."""
     epoch: int = 0
@@ -197,8 +198,8 @@ class Progress(LearnerMessage, kind="progress"):
     fraction: float = 0.0
     """Spent fraction of the budget."""
     ended_at: int | None = None
-    """Number of mini-batches of all learners from the start of the run to the end of the epoch; None while the epoch is
-    under way."""
+    """Number of mini-batches that all learners computed from the start of the run to the end of the epoch; None while
+    the epoch is under way."""
     consensus_distance: float | None = None
     """(1/L) sum_l |w_l - mean|^2 at the epoch's end; None if unknown."""
 
@@ -234,7 +235,7 @@ class Activity(LearnerMessage, kind="activity"):
     doing: str = ""
     """Activity as text; empty if it is unchanged."""
     values: dict[str, JsonValue] = field(default_factory=dict)
-    """Values that are passed to `on_message` of `launch`; Starling itself ignores them."""
+    """Values that are passed to `on_message` of `launch`. Starling itself ignores them."""
 
 
 # From a launcher to its learners
@@ -256,10 +257,10 @@ class Stop(LauncherMessage, kind="stop"):
 
 @dataclass(frozen=True)
 class Greeted(LauncherMessage, kind="greeted"):
-    """The answer to `Hello`."""
+    """The answer to a `Hello` message."""
 
     refused: str = ""
-    """Reason why the sender may not take part; empty if it may."""
+    """Reason why the sender is refused; empty if it is admitted."""
     proof: str = ""
     """Proof that the other side knows the run token."""
 
@@ -286,7 +287,7 @@ class JoinAnswer(_Message):
     joined: tuple[int, ...] = ()
     """Ids of the learners that joined."""
     failed: tuple[str, ...] = ()
-    """Reasons why each of the others did not join."""
+    """Reason why each of the other learners did not join."""
     learners: int = 0
     """Number of learners that train now."""
 
@@ -330,7 +331,7 @@ class Status(_Message):
     """Generation of the newest membership that a learner has entered; -1 before the first."""
     learners: tuple[LearnerStatus, ...]
     losses: tuple[str, ...]
-    """Reasons why each lost learner was lost."""
+    """Reason of the loss of each lost learner."""
     saved: str
     """Newest checkpoint of this run; empty if there is none."""
     saved_age: Seconds
@@ -340,7 +341,7 @@ class Status(_Message):
     message: str
     """Outcome of the run as text; empty until it has ended."""
     goodput: str = ""
-    """The goodput so far, in words; empty before work has been reported."""
+    """The goodput so far, as text; empty before work has been reported."""
     machine: str = ""
     """Name of the launcher's machine; empty in files that earlier versions wrote."""
     format: Literal[2] = 2
@@ -364,34 +365,34 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def encode(message: LearnerMessage | LauncherMessage) -> bytes:
-    """A message as one line of JSON."""
+    """Encode a message as one line of JSON."""
     return _adapter(type(message).__base__).dump_json(message) + b"\n"
 
 
 def decode_from_learner(line: bytes, learner_id: int) -> LearnerMessage:
-    """Decode a line from a learner. Raises ProtocolError."""
+    """Decode a line from a learner. Raises `ProtocolError` for an invalid line."""
     return _decode(LearnerMessage, line, f"learner {learner_id} sent a message that {_NOT_KNOWN}")
 
 
 def decode_from_launcher(line: bytes) -> LauncherMessage:
-    """Decode a line from the launcher. Raises ProtocolError."""
+    """Decode a line from the launcher. Raises `ProtocolError` for an invalid line."""
     return _decode(LauncherMessage, line, f"the launcher sent a message that {_NOT_KNOWN}")
 
 
 def encode_file(content: JoinRequest | JoinAnswer | Status) -> str:
-    """A message as the content of a file."""
+    """Encode a message as the content of a file."""
     kind: Any = type(content)
     text = _adapter(kind).dump_json(content, indent=1 if kind is Status else None)
     return text.decode() + "\n"
 
 
 def decode_file(kind: type[FileT], content: bytes) -> FileT:
-    """Decode the content of a file. Raises ProtocolError."""
+    """Decode the content of a file. Raises `ProtocolError` for invalid content."""
     return _decode(kind, content, f"not {_FILES[kind]}")
 
 
 def values_of(message: LearnerMessage) -> Mapping[str, JsonValue]:
-    """The values of an `Activity`; empty for any other message."""
+    """Return the values of an `Activity`, or an empty mapping for any other message."""
     return message.values if isinstance(message, Activity) else {}
 
 
@@ -402,7 +403,7 @@ def _decode(kind: type[MessageT], content: bytes, what: str) -> MessageT:
         return message
     except ValidationError as error:
         errors = error.errors(include_url=False, include_context=False, include_input=False)
-        first = next((each for each in errors if each["loc"] == ("format",)), errors[0])  # it explains the others
+        first = next((each for each in errors if each["loc"] == ("format",)), errors[0])  # explains the other errors
         where = ".".join(map(str, first["loc"]))
         shown = repr(content[:_SHOWN])[1:] + ("…" if len(content) > _SHOWN else "")
         raise ProtocolError(f"{what}: {where + ': ' if where else ''}{first['msg']}; it reads {shown}") from error

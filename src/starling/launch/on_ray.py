@@ -1,12 +1,12 @@
-"""Learners on the nodes of a running Ray cluster; each is a process that a `Keeper` actor starts and watches.
+"""Learners on the nodes of a running Ray cluster. Each learner is a process that a `Keeper` actor starts and watches.
 
-Ray places the actors, gives them CPUs and GPUs, and reports when one is lost. Everything else is as on one machine: the
-launcher runs the store and receives the learners' messages, over one TCP connection for each learner.
+Ray places the actors, gives them CPUs and GPUs, and reports when an actor is lost. Otherwise the run works as on one
+machine: the launcher runs the store and receives the learners' messages, over one TCP connection for each learner.
 
-The learner is an ordinary child process, started as on the launcher's machine, and not code inside the actor: it has
-its own signals, threads, log and exit code, and a crash of its libraries is an exit code, too. The actor connects to
-the launcher over TCP, and the learner inherits that connection. A lost launcher thus ends the learner, as it does on
-one machine; so does a lost actor, because the launcher then hangs up.
+The learner does not run inside the actor. It is an ordinary child process that is started as on the launcher's machine,
+with its own signals, threads, log and exit code; a crash of its libraries also gives an exit code. The actor connects
+to the launcher over TCP, and the learner inherits that connection. The loss of the launcher thus ends the learner, as
+on one machine. The loss of the actor ends it, too, because the launcher then hangs up.
 """
 
 import fcntl
@@ -52,13 +52,13 @@ _ADDRESS_OF = 0x8915
 
 @dataclass(frozen=True)
 class Errand:
-    """A keeper's order to start a learner. It travels through Ray, and therefore holds no secret: the run's token is in
-    a file."""
+    """A request to a keeper to start a learner. It is sent through Ray and therefore contains no secret; the run's
+    token is in a file."""
 
     program: Program
     """Program to start, with an empty token. The node's own Python executes its command."""
     folder: Path
-    """Launcher's current folder, from which relative paths start."""
+    """Current folder of the launcher, to which paths are relative."""
     token_file: Path
     """Path of a file in the experiment's folder that holds the run's token."""
     address: str
@@ -76,15 +76,15 @@ class Errand:
 
 
 class Keeper:
-    """The actor. `keep` runs for as long as the learner does; other threads call the other methods meanwhile."""
+    """The actor. `keep` runs as long as the learner does; other threads call the other methods during this time."""
 
     def __init__(self) -> None:
         self._process: Future[LocalProcess] = Future()
         self._scratch: Path | None = None
 
     def keep(self, errand: Errand) -> int | None:
-        """Run a learner to its end; return its exit code, or None if this method ended the learner, because the
-        launcher could no longer be reached. Raises ConfigError if the learner cannot be started on this node."""
+        """Run a learner to its end, and return its exit code, or None if this method ended the learner because the
+        launcher could no longer be reached. Raises `ConfigError` if the learner cannot be started on this node."""
         node, address, num_cpus = _this_node()
         try:
             token = errand.token_file.read_text(encoding="utf-8").strip()
@@ -131,7 +131,7 @@ class Keeper:
         return process.exit_code or 0
 
     def signal(self, number: int) -> None:
-        """Send the learner a signal: at once, or as soon as it has been started."""
+        """Send the learner a signal at once, or as soon as it has been started."""
         self._process.result().signal(number)
 
     def clear(self) -> None:
@@ -143,7 +143,7 @@ class Keeper:
 
 
 def _this_node() -> tuple[str, str, float]:
-    """The name, the address and the number of CPUs of the node on which this actor runs."""
+    """Return the name, the address and the number of CPUs of the node on which this actor runs."""
     import ray
 
     node_id = ray.get_runtime_context().get_node_id()
@@ -153,7 +153,7 @@ def _this_node() -> tuple[str, str, float]:
 
 
 def interface_of(address: str) -> str:
-    """The name of the network interface that has this IPv4 address. Raises ProtocolError if there is none."""
+    """Return the name of the network interface that has this IPv4 address. Raises `ProtocolError` if there is none."""
     if address.startswith("127."):
         return loopback_interface()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
@@ -169,9 +169,9 @@ Seconds = float
 TOKEN_FILE = "run-token"
 MOST_PLACES = 20
 """Number of successive actors that may be lost before they start a learner. Such losses happen until Ray has noticed
-that a node is dead, which takes it half a minute by default."""
+that a node is dead, which takes half a minute by default."""
 _LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Environment variable: with 0, Ray keeps loopback addresses, in place of the machine's outward address."""
+"""Environment variable: with 0, Ray keeps loopback addresses instead of using the machine's outward address."""
 
 
 @dataclass(frozen=True)
@@ -237,8 +237,8 @@ class _Process(LearnerProcess):
         """Ray's reference to the removal of the learner's leftovers."""
 
     def give_place(self, actor: Any) -> None:
-        """Let a new actor start the learner: the first one, or one that replaces an actor that was lost before it
-        could."""
+        """Let a new actor start the learner. It is the first actor, or it replaces an actor that was lost before it
+        could start the learner."""
         self._actor, self.why_again = actor, ""
         self._num_places += 1
         actor.keep.remote(self.errand).future().add_done_callback(self._on_end)
@@ -294,7 +294,7 @@ class _Process(LearnerProcess):
             ray.kill(self._actor)
 
     def _on_end(self, ended: "Future[int | None]") -> None:
-        """Note how the actor's work ended. Called by a thread of Ray."""
+        """Note how the actor's work ended. A thread of Ray calls this method."""
         from ray.exceptions import RayTaskError
 
         error = ended.exception()
@@ -323,7 +323,7 @@ class _Process(LearnerProcess):
         self._end(-signal.SIGKILL)
 
     def _end(self, code: int) -> None:
-        with suppress(InvalidStateError):  # it is known already
+        with suppress(InvalidStateError):  # the end is already known
             self._ended.set_result((code, time.monotonic()))
 
 
@@ -375,7 +375,7 @@ class _Nodes:
         return strategy(self._groups[ids], placement_group_bundle_index=learner_id - first)
 
     def admit(self, who: tuple[str, ...], connection: socket.socket, welcome: Greeted) -> None:
-        """Use the connection that a keeper has made. Called by another thread."""
+        """Use the connection that a keeper has made. A different thread calls this method."""
         name, node = who
         connection.sendall(encode(welcome))  # before anything that the launcher tells the learner
         process = self._processes[name]
@@ -409,7 +409,8 @@ class _Nodes:
 def connected(
     address: str, what: str = "launch: ray", otherwise: str = "launch=local needs none"
 ) -> Generator[Any, None, None]:
-    """A context with Ray connected to a running cluster; ends the connection unless it existed before.
+    """A context within which Ray is connected to a running cluster. The context ends the connection unless it existed
+    before.
 
     Args:
         address: The cluster's address, `HOST:PORT`, or `auto`.
@@ -463,7 +464,8 @@ def _keep_loopback(address: str) -> None:
 
 
 def _check_answers(address: str, what: str, advice: str) -> None:
-    """Raise ConfigError if nothing listens at the address: Ray would try for minutes, and then end this process."""
+    """Raise `ConfigError` if nothing listens at the address. Otherwise Ray would try for minutes, and then end this
+    process."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return
@@ -486,7 +488,7 @@ def _own_signals() -> Generator[None, None, None]:
 
 
 def _own_address(ray: Any) -> str:
-    """The address by which the cluster's nodes know this machine."""
+    """Return the address by which the cluster's nodes know this machine."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     own_id = ray.get_runtime_context().get_node_id()
     own = next(str(node["NodeManagerAddress"]) for node in nodes if node["NodeID"] == own_id)

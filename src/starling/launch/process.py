@@ -1,5 +1,5 @@
-"""A learner's process: how a launcher starts it, and ends it together with its child processes; signals to stop; and
-what the process hears from its launcher: memberships and stop requests.
+"""A learner's process: its start by a launcher, its end together with its child processes, and the handling of stop
+signals.
 
 `LearnerProcess`, `Site` and `Machines` are the launcher's interface to the place where learners run. `LocalProcess` is
 a process on this machine; `starling.launch.on_ray` has the processes on a Ray cluster.
@@ -35,14 +35,14 @@ class Program:
     world: int
     """Number of learners at the start."""
     log_folder: Path
-    """Folder of the learners' output: a learner's output goes to `learner-<id>.log` in it."""
+    """Folder of the learners' output. A learner's output is written to `learner-<id>.log` in this folder."""
     token: str = field(repr=False)
     """Token of the run; see `run_token`."""
     is_watched: bool
     """Whether the launcher announces memberships after losses."""
 
     def log(self, learner_id: int) -> Path:
-        """The file of a learner's output."""
+        """Return the file of a learner's output."""
         return self.log_folder / f"learner-{learner_id}.log"
 
 
@@ -59,11 +59,11 @@ class LearnerProcess:
     node: str = ""
     """Node of the cluster on which the process runs; empty on the launcher's machine."""
     lost: str = ""
-    """How the process was lost, if not by a signal; empty otherwise."""
+    """Cause of the loss of the process, if it was not a signal; empty otherwise."""
     error: StarlingError | None = None
     """Error with which the process could not be started, or that it reported when it failed."""
     killed_because: str = ""
-    """Reason why the launcher killed the process; empty if it did not."""
+    """Reason why the launcher killed the process; empty if the launcher did not kill it."""
     can_stop: bool = False
     """Whether the process is able to save and end together with the others on a stop request."""
 
@@ -74,26 +74,27 @@ class LearnerProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether the process runs, or is still to be started."""
+        """Whether the process runs or has yet to be started."""
         return self.exit_code is None
 
     def signal(self, number: int) -> None:
         """Send the process a signal, if it runs."""
 
     def wait(self, seconds: Seconds) -> bool:
-        """Wait for the process to exit; return whether it has."""
+        """Wait for the process to exit, and return whether it has exited."""
         return True
 
     def kill(self) -> None:
-        """Send SIGKILL, and wait for the process to exit; hang up on one that was not started here."""
+        """Send SIGKILL, and wait for the process to exit. If the process was started elsewhere, hang up."""
         self.line.hang_up()
 
     def signal_group(self, number: int) -> bool:
-        """Signal the process and its loading processes; return whether one of them exists. Number 0 only checks."""
+        """Send a signal to the process and its loading processes, and return whether any of them exists. Number 0 only
+        performs this check."""
         return False
 
     def forget(self) -> None:
-        """Release the resources of the process; it and its loading processes are gone."""
+        """Release the resources of the process. The process and its loading processes must have ended."""
 
 
 @dataclass(frozen=True)
@@ -101,14 +102,15 @@ class Site:
     """The place where the learners of one run are started, for as long as the run lasts."""
 
     start: Callable[[int, bool], LearnerProcess]
-    """Starts a learner, given its id and whether it joins a running experiment."""
+    """Function that starts a learner, given its id and whether it joins a running experiment."""
     abandon: Callable[[], None]
-    """Removes the files that the start of learners has left: the run has ended, or this process is about to exit."""
+    """Function that removes the files that the start of learners has left, because the run has ended or this process is
+    about to exit."""
 
 
 Machines = Callable[[Program], AbstractContextManager[Site]]
-"""The machines on which learners can be started, this one or those of a cluster: a context that prepares the start of
-learners, which find their store at the site."""
+"""The machines on which learners can be started, which are this machine or those of a cluster. The value is a context
+that prepares the start of learners. Learners find their store at the site."""
 
 
 @dataclass
@@ -140,7 +142,7 @@ class LocalProcess(LearnerProcess):
             return False
         try:
             os.killpg(self.popen.pid, number)
-        except (ProcessLookupError, PermissionError):  # it is gone, or another user's group has its number
+        except (ProcessLookupError, PermissionError):  # the group is gone, or another user's group has its number
             return False
         return True
 
@@ -160,13 +162,13 @@ def start(
     """Start a learner on this machine.
 
     Args:
-        program: The program that it executes.
-        learner_id: Its id, which is also its first rank.
-        joins: Whether it joins a running experiment.
-        scratch: The folder for its temporary files.
-        place: Environment variables that say where it runs, and where its store is.
-        line: Its end of the connection to the launcher, which it inherits.
-        folder: Its current folder; None uses this process's.
+        program: The program that the learner executes.
+        learner_id: The learner's id, which is also its first rank.
+        joins: Whether the learner joins a running experiment.
+        scratch: The folder for the learner's temporary files.
+        place: The environment variables that describe where the learner runs, and where its store is.
+        line: The learner's end of the connection to the launcher, which the learner inherits.
+        folder: The learner's current folder. None uses the current folder of this process.
     """
     log = program.log(learner_id)
     environment = {
@@ -196,15 +198,16 @@ def start(
 
 
 def scratch_folder() -> Path:
-    """A new folder for learners' temporary files, because loading processes that are killed do not remove theirs."""
+    """Create a folder for learners' temporary files. It is needed because loading processes that are killed do not
+    remove their files."""
     usual = tempfile.gettempdir()
     parent = usual if len(usual) <= 50 else "/tmp"  # loading hangs when the path of a socket exceeds 107 characters
     return Path(tempfile.mkdtemp(prefix="starling-", dir=parent))
 
 
 def end(processes: Sequence[LearnerProcess]) -> None:
-    """End all learners and their loading processes. A learner that can stop is killed at once, any other one if it has
-    not exited `TERMINATION` seconds after SIGTERM."""
+    """End all learners and their loading processes. A learner that can stop is killed at once. Any other learner is
+    killed if it has not exited `TERMINATION` seconds after SIGTERM."""
     for process in processes:
         if process.is_running:
             # after SIGTERM, a learner that can stop would first save
@@ -235,7 +238,7 @@ def end_loaders(processes: Sequence[LearnerProcess]) -> None:
 
 
 def signal_name(number: int) -> str:
-    """The name of a signal, such as SIGTERM; the number of a real-time signal, which has none."""
+    """Return the name of a signal, such as SIGTERM, or the number of a real-time signal, which has no name."""
     return next((each.name for each in signal.Signals if each == number), f"signal {number}")
 
 

@@ -1,5 +1,6 @@
-"""A process's place among the learners, from the environment variables that Starling's launcher, torchrun and Slurm
-scripts set; its memberships, and its requests for checkpoints, through the launcher or without one."""
+"""A process's place among the learners, its memberships, and its requests for checkpoints. The place follows from the
+environment variables that Starling's launcher, torchrun and Slurm scripts set. Memberships and requests go through the
+launcher, if there is one."""
 
 from __future__ import annotations
 
@@ -40,16 +41,16 @@ _newest_world: list[str] = []
 
 
 def loopback_interface() -> str:
-    """The name of this machine's loopback interface."""
+    """Return the name of this machine's loopback interface."""
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in names if name.startswith("lo")), "lo")
 
 
 def is_learner() -> bool:
-    """Whether this process was started as one learner among several.
+    """Return whether this process was started as one learner among several.
 
-    It stays one when another library deletes WORLD_SIZE, as Lightning does after a fit. Raises `ConfigError` if other
-    variables are missing beside RANK: each process would silently train alone.
+    The answer stays the same if another library deletes WORLD_SIZE, as Lightning does after a fit. Raises `ConfigError`
+    if RANK is set but other variables are missing, because each process would otherwise silently train alone.
     """
     if "RANK" not in os.environ:
         return False
@@ -67,24 +68,24 @@ def is_learner() -> bool:
 
 
 def number_of_learners() -> int:
-    """The number of learners that were started, including this one."""
+    """Return the number of learners that were started, including this one."""
     return _number("WORLD_SIZE") if is_learner() else 1
 
 
 def is_first() -> bool:
-    """Whether this is learner 0."""
+    """Return whether this process is learner 0."""
     return _number("RANK") == 0
 
 
 def joins() -> bool:
-    """Whether this process joins a running experiment."""
+    """Return whether this process joins a running experiment."""
     return os.environ.get(JOINS) == "1"
 
 
 def find_place(timeout_seconds: float = CONNECT) -> Place:
-    """This process's place, connected to the store.
+    """Return this process's place, after connecting to the store.
 
-    Raises `ConfigError` for an invalid environment variable, `ProtocolError` if the store does not answer.
+    Raises `ConfigError` for an invalid environment variable, and `ProtocolError` if the store does not answer.
     """
     own, address = place_of_environment(joins()), os.environ["MASTER_ADDR"]
     rank = own.rank
@@ -99,8 +100,8 @@ def find_place(timeout_seconds: float = CONNECT) -> Place:
 
 
 def place_of_environment(may_join: bool) -> Place:
-    """This process's place, with a store of its own. Also keeps gloo on loopback if MASTER_ADDR is, and warns of any
-    other address.
+    """Return this process's place, with a separate store. The function also keeps gloo on the loopback interface if
+    MASTER_ADDR is a loopback address, and warns of any other address.
 
     Raises `ConfigError` for an invalid variable. A rank that `may_join` later may be any number from 0.
     """
@@ -194,7 +195,8 @@ def await_store(rank: int, address: str, port: int, seconds: float) -> float:
 
 
 def find_membership(place: Place, link: Link | None) -> MembershipFeed:
-    """The memberships that Starling's launcher announces; if none does, only the first membership."""
+    """Return the memberships that Starling's launcher announces or, without such a launcher, only the first
+    membership."""
     first = None if joins() else Membership(0, tuple(range(place.world)))
     if link is None or os.environ.get(WATCHED) != "1":
         return MembershipFeed(place.rank, first)
@@ -209,8 +211,8 @@ def find_membership(place: Place, link: Link | None) -> MembershipFeed:
 
 @contextmanager
 def save_requests_of(link: Link | None, minutes: float | None) -> Generator[SaveRequests, None, None]:
-    """The checkpoints and stops that this learner process asks for inside the context: a checkpoint every `minutes`
-    minutes, and a stop after a signal.
+    """Within this context, this learner process requests a checkpoint every `minutes` minutes, and a stop after a
+    signal.
 
     Starling's launcher receives a signal and tells its learners. Learners may receive it too: systemd and Slurm may
     signal all processes, and torchrun forwards signals. A learner then tells the launcher, or without one the others.
@@ -228,7 +230,7 @@ def save_requests_of(link: Link | None, minutes: float | None) -> Generator[Save
         if link is None:
             save_requests.stop(number)
         else:
-            with suppress(OSError):  # the launcher is gone: the link's thread ends this process
+            with suppress(OSError):  # the launcher is gone, so the link's thread ends this process
                 link.send(Signalled(number))
 
     with on_stop_signal(stop):

@@ -143,7 +143,7 @@ class LearnerRecord:
 
     @property
     def was_killed(self) -> bool:
-        """Whether a signal ended the learner's process, and it reported no error."""
+        """Whether a signal ended the learner's process before it reported an error."""
         return (self.process.exit_code or 0) < 0 and self.process.error is None
 
     @property
@@ -186,7 +186,7 @@ class Loss:
 
     learner: int
     reason: str
-    """How the learner was lost, as text."""
+    """Cause of the loss, as text."""
     at: float
 
 
@@ -195,7 +195,7 @@ class Roster:
     """All learners of a run, by `learner_id`.
 
     `start`, `announce`, `hear` and `lose` hold `lock` while they change records. The reading methods do not; a thread
-    that reads several values which must fit together holds it itself.
+    that reads several values which must be consistent must hold `lock` itself.
     """
 
     world: int
@@ -243,7 +243,7 @@ class Roster:
             return record
 
     def announce(self, membership: Membership) -> None:
-        """Replace the present membership; its members that are not in the new one leave."""
+        """Replace the present membership. Its members that are not in the new membership leave."""
         ranks = {learner_id: rank for rank, learner_id in enumerate(membership.members)}
         with self.lock:
             for record in self.learners.values():
@@ -338,7 +338,8 @@ class Roster:
         return [each for each in self.learners.values() if each.is_present]
 
     def silence(self, record: LearnerRecord) -> Seconds | None:
-        """How long a ready or training learner has been silent; None up to `SILENT_AFTER`, and in other states."""
+        """Return the time for which a ready or training learner has been silent, or None if it is at most
+        `SILENT_AFTER`, and in other states."""
         if record.state not in (LearnerState.READY, LearnerState.TRAINING):
             return None
         silence = self.since_heard(record)
@@ -362,7 +363,7 @@ def _advance(record: LearnerRecord, state: LearnerState) -> None:
 
 
 def _error_from(message: Failed) -> StarlingError:
-    """The error that a learner reported; of the same class if that is one of Starling's."""
+    """Return the error that a learner reported. It has the same class if that is one of Starling's error classes."""
     kind = getattr(errors, message.error, None)
     if isinstance(kind, type) and issubclass(kind, StarlingError) and kind is not Stopped:
         return kind(message.text)
@@ -410,7 +411,7 @@ class Switchboard:
             now = self._roster.clock()
 
     def read(self, timeout: Seconds) -> bool:
-        """Handle new messages; return whether any data came."""
+        """Handle new messages, and return whether any data arrived."""
         ready = self._selector.select(timeout)
         for key, _ in ready:
             self._read_from(*key.data)
@@ -439,8 +440,8 @@ class Switchboard:
                 self._selector.register(line, selectors.EVENT_READ, (record, record.process))
 
     def _read_from(self, record: LearnerRecord, process: LearnerProcess) -> bool:
-        """Handle the messages that have come from one learner; return whether any have. At end-of-file, close the
-        line."""
+        """Handle the messages that have arrived from one learner, and return whether there were any. At end-of-file,
+        close the line."""
         try:
             lines = process.line.hear()
             if len(process.line.unread) > LONGEST_MESSAGE:

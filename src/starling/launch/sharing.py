@@ -1,4 +1,4 @@
-"""Samplers that give each sample of an epoch to one of the learners: whichever asks first."""
+"""Samplers that give each sample of an epoch to exactly one learner: the first that asks for more samples."""
 
 import itertools
 import json
@@ -17,23 +17,24 @@ from starling.launch.joining import newest_place
 T = TypeVar("T")
 _NUM_SAMPLERS = itertools.count()
 Part = tuple[int, int]
-"""A range of positions in the order of an epoch, as (start, stop), stop exclusive."""
+"""A range of positions in the order of an epoch, as (start, stop); `stop` is exclusive."""
 _TRIES = 50
 
 
 class Claims:
-    """Divides the positions of an epoch among learners, each once. One object for each learner and epoch.
+    """Divides the positions of an epoch among learners, so that each position goes to one learner. Each learner creates
+    one object for each epoch.
 
-    `remaining` are the parts to give out, and `size` is the largest number of positions in a claim; all learners pass
-    the same values. Without an end (None), positions are given out until no learner asks.
+    `remaining` lists the parts to give out, and `size` is the largest number of positions in a claim; all learners pass
+    the same values. If the last part has no end (None), positions are given out as long as learners ask.
 
-    In the store, the number of claims that were given out is a counter, so that no claim is given twice; each learner
-    records its claims before it gets them, and how many of their positions are done.
+    A counter in the store holds the number of claims that were given out, so that no claim is given twice. Each learner
+    also records in the store its claims, before it uses them, and how many of their positions are done.
     """
 
     def __init__(self, store: Store, rank: int, remaining: Sequence[tuple[int, int | None]], size: int) -> None:
         self._store, self._rank, self._remaining, self._size = store, rank, remaining, size
-        self._num_claims = self._first = self._num_done = 0  # of this learner; the first claim that is not done
+        self._num_claims = self._first = self._num_done = 0  # `_first`: this learner's first claim that is not done
         self._sizes: dict[int, int] = {}
 
     def __iter__(self) -> Iterator[Part]:
@@ -47,7 +48,7 @@ class Claims:
             yield part
 
     def done(self, num_positions: int) -> None:
-        """Record that this learner is done with `num_positions` more of its positions, in the order in which it got
+        """Record that this learner has finished `num_positions` more of its positions, in the order in which it claimed
         them."""
         self._num_done += num_positions
         while self._first in self._sizes and self._num_done >= self._sizes[self._first]:
@@ -56,14 +57,15 @@ class Claims:
         self._store.set(f"done/{self._rank}", json.dumps([self._first, self._num_done]))
 
     def reissue(self, rank: int) -> None:
-        """Give the unfinished positions of a lost learner to the learners that ask next; further calls do nothing."""
+        """Give the unfinished positions of a lost learner to the learners that ask next. Further calls for the same
+        learner do nothing."""
         if self._count(f"lost/{rank}", 1) == 1:
             for part in self._outstanding(rank):
                 self._store.set(f"again/{self._count('again')}", json.dumps(part))
                 self._count("again", 1)
 
     def remaining(self) -> list[tuple[int, int | None]]:
-        """The parts with which no learner is done."""
+        """The parts of the epoch that no learner has finished."""
         for _ in range(_TRIES):  # a learner may be about to record its claim
             given, again, taken = self._count("given"), self._count("again"), self._count("taken")
             ranks = [int(self._store.get(f"learner/{number}")) for number in range(self._count("learners"))]
@@ -86,7 +88,7 @@ class Claims:
         return None
 
     def _not_given(self, given: int) -> Iterator[tuple[int, int | None]]:
-        """The rest of the parts after `given` claims."""
+        """Yield the parts that remain after `given` claims."""
         for start, stop in self._remaining:
             num_claims = given if stop is None else min(given, -(-(stop - start) // self._size))
             first = start + num_claims * self._size
@@ -95,7 +97,8 @@ class Claims:
             given -= num_claims
 
     def _outstanding(self, rank: int) -> list[Part]:
-        """The positions that a learner has claimed and not finished; none if it never recorded any as done."""
+        """Return the positions that a learner has claimed and not finished. The list is empty if the learner never
+        recorded any position as done."""
         if not self._store.check([f"done/{rank}"]):
             return []
         first, num_done = json.loads(self._store.get(f"done/{rank}"))
@@ -112,7 +115,7 @@ class Claims:
 
 
 class _Shared(Sampler[T], Generic[T]):
-    """The common part of both samplers: epochs, and the state of the present one."""
+    """The common base of both samplers. It counts epochs, and keeps the state of the present epoch."""
 
     def __init__(self, remaining: list[tuple[int, int | None]], claim_size: int, **identity: object) -> None:
         if claim_size < 1:
@@ -125,30 +128,31 @@ class _Shared(Sampler[T], Generic[T]):
         self._present: Claims | None = None
 
     _end: int | None = None
-    """Number of positions, if only the end of a pass shows it."""
+    """Number of positions in an epoch, if it only becomes known at the end of a pass."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next pass, the same on all learners. Without it, each pass is the next epoch."""
+        """Choose the epoch of the next pass. All learners must choose the same epoch. Without this call, each pass is
+        the next epoch."""
         if epoch != self._epoch or self._has_ended:
             self._epoch, self._remaining, self._has_ended, self._present = epoch, self._whole, False, None
 
     def done(self, num: int) -> None:
-        """Record that this learner has trained on `num` more of its samples, or batches, in the order in which it got
-        them.
+        """Record that this learner has trained on `num` more of its samples, or batches, in the order in which it
+        received them.
 
-        `state_dict` and `reissue` then return only the rest. They take all that a learner got as done if it never calls
-        this.
+        `state_dict` and `reissue` then cover only the samples that are not done. If a learner never calls `done`, they
+        treat all samples that it has received as done.
         """
         self._claims().done(num)
 
     def reissue(self, rank: int) -> None:
-        """Give the samples that a lost learner had not recorded as done to the learners that ask next. It happens once,
-        even if several learners call it."""
+        """Give the samples that a lost learner had not recorded as done to the learners that ask next. The samples are
+        given out once, even if several learners make this call."""
         self._claims().reissue(rank)
 
     def state_dict(self) -> dict[str, Any]:
-        """The part of the present epoch that remains, for all learners together: small, and made of numbers and
-        lists."""
+        """Return the part of the present epoch that remains, for all learners together. The state is small, and
+        consists of numbers and lists."""
         remaining = [part for part in self._claims().remaining() if self._end is None or part[0] < self._end]
         epoch = self._epoch
         if self._has_ended and not remaining:
@@ -159,7 +163,7 @@ class _Shared(Sampler[T], Generic[T]):
         """Let the next pass give out the rest of a saved epoch. All learners load the same state.
 
         Raises:
-            ConfigError: The state is of other data, or of another seed.
+            ConfigError: The state belongs to different data or a different seed.
         """
         if found := {name: state[name] for name, value in self._identity.items() if state[name] != value}:
             own = ", ".join(f"{name} {self._identity[name]}" for name in found)
@@ -171,7 +175,7 @@ class _Shared(Sampler[T], Generic[T]):
         self._epoch, self._has_ended = int(state["epoch"]), False
 
     def _parts(self) -> Iterator[tuple[int, int]]:
-        """This learner's claims in a pass over what remains of the epoch."""
+        """Yield this learner's claims in a pass over the rest of the epoch."""
         if self._has_ended:
             self.set_epoch(self._epoch + 1)
         self._present = None
@@ -181,7 +185,7 @@ class _Shared(Sampler[T], Generic[T]):
         self._has_ended = True
 
     def _claims(self) -> Claims:
-        """The claims of the present pass, or of the first one before it begins."""
+        """The claims of the present pass; before any pass has begun, those of the first pass."""
         if self._present is None:
             place = self._find_place()  # not earlier: Lightning sets the ranks when a fit begins
             store = PrefixStore(f"sampler/{self._number}/pass/{self._num_passes}", place.store)
@@ -190,18 +194,20 @@ class _Shared(Sampler[T], Generic[T]):
 
 
 class SharedSampler(_Shared[int]):
-    """A sampler that gives each sample of an epoch to exactly one learner, at any speeds: a fast one gets more of them.
+    """A sampler that gives each sample of an epoch to exactly one learner. A fast learner gets more samples than a slow
+    one.
 
-    Give it to a `DataLoader` as `sampler`. All learners create it; if there are several samplers, in the same order. It
-    has no length, because what a learner gets depends on the others. The order of samples in an epoch depends only on
-    seed and epoch. A pass ends once all samples have been given out.
+    Give the sampler to a `DataLoader` as `sampler`. Every learner must create it; if there are several samplers, all
+    learners must create them in the same order. It has no length, because the number of samples that a learner gets
+    depends on the other learners. The order of samples in an epoch depends only on the seed and the epoch. A pass ends
+    once all samples have been given out.
 
     Args:
         data: A map-style dataset, or the number of its samples.
-        shuffle: Whether each epoch has an order of its own.
-        seed: Seeds the order.
-        claim_size: How many successive samples a learner gets when it asks. More of them make fewer requests to the
-            store, and a greater difference between the ends of learners.
+        shuffle: Whether the samples are shuffled, differently in each epoch.
+        seed: The seed of the order.
+        claim_size: The number of successive samples that a learner gets when it asks. A larger number means fewer
+            requests to the store, but learners may then finish an epoch further apart.
 
     Raises:
         ConfigError: There are no samples, or `claim_size` is not positive.
@@ -217,10 +223,11 @@ class SharedSampler(_Shared[int]):
 
     @property
     def progress(self) -> float:
-        """Epochs of samples that had been given out, to all learners together, when this learner last asked.
+        """The number of epochs, including fractions, that had been given out to all learners together when this learner
+        last asked.
 
-        A learning rate that follows it is the same for all learners at any speeds; one that follows a learner's own
-        steps stays high on a slow learner.
+        A learning rate that follows `progress` is the same for all learners, whatever their speeds. A learning rate
+        that follows a learner's own steps stays high on a slow learner.
         """
         epoch, first = self._given
         return epoch + first / self._size
@@ -241,14 +248,15 @@ class SharedSampler(_Shared[int]):
 
 
 class SharedBatches(_Shared[T]):
-    """A sampler that gives each batch of another sampler to exactly one learner, such as a lhotse sampler of cuts.
+    """A sampler that gives each batch of another sampler, such as a lhotse sampler of cuts, to exactly one learner.
 
-    Every learner iterates the whole of `sampler`, which must therefore give the same batches in the same order to all,
-    and takes those that it has claimed. With lhotse that costs only metadata: create its sampler with `rank=0,
-    world_size=1`. `set_epoch` is passed on to it. Give this to a `DataLoader` as `sampler`, with `batch_size=None`.
+    Every learner iterates over the whole of `sampler`, and keeps the batches that it has claimed. Therefore `sampler`
+    must yield the same batches in the same order on all learners. A lhotse sampler reads only metadata when it is
+    iterated; create it with `rank=0, world_size=1`. Calls of `set_epoch` are passed on to `sampler`. Give this object
+    to a `DataLoader` as `sampler`, with `batch_size=None`.
 
     Raises:
-        ConfigError: `sampler` divides its batches among processes itself.
+        ConfigError: `sampler` itself divides its batches among processes.
     """
 
     def __init__(self, sampler: Iterable[T]) -> None:
@@ -264,7 +272,7 @@ class SharedBatches(_Shared[T]):
         batches: Iterator[T] | None = None
         following = 0
         for number, _ in self._parts():
-            if batches is None or number < following:  # at first, or for a batch of a lost learner
+            if batches is None or number < following:  # the first batch, or one of a lost learner
                 if hasattr(self._sampler, "set_epoch"):
                     self._sampler.set_epoch(self._epoch)
                 batches, following = iter(self._sampler), 0

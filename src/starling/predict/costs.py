@@ -1,7 +1,7 @@
-"""The costs of a job on some machines, which are the basis of predictions: from a profile, from the data sheets of a
-preset, or measured by the learners of a run; and the facts about the job that a plan needs.
+"""The costs of a job on some machines, which are the basis of predictions, and the facts about the job for a plan.
 
-Weights, gradients and optimizer are computed from the model; activations and operations are measured on one mini-batch.
+Costs come from a profile or from the data sheets of a preset, or are measured by the learners of a run. The memory of
+weights, gradients and optimizer is computed from the model; activations and operations are measured on one mini-batch.
 """
 
 import warnings
@@ -29,9 +29,10 @@ from starling.workload import Ticket
 
 Seconds = float
 SHORTEST: Seconds = 1e-6
-"""Shortest time that a mean of gradients or an averaging round is taken to last, even if it overlaps completely."""
+"""Shortest time that a mean of gradients or an averaging round is assumed to last, even if it overlaps completely."""
 PASSES_OF_A_CHANGE = 3
-"""Number of passes over memory in a change of weights: it reads them, reads the change, and writes them."""
+"""Number of passes over memory in a change of weights, which reads the weights and the change, and writes the
+weights."""
 PRESETS = Path(__file__).parent / "presets"
 Rounded = Annotated[Seconds, PlainSerializer(lambda seconds: round(seconds, 6))]
 """Seconds, rounded to microseconds in files."""
@@ -41,7 +42,7 @@ class JobFacts(Config):
     """The facts that a plan needs about a job."""
 
     trains: str
-    """Name of the workload, for people."""
+    """Name of the workload, for display."""
     model_bytes: int = Field(ge=1)
     """Size of the weights that learners exchange."""
     batches_per_epoch: int = Field(ge=1)
@@ -113,7 +114,8 @@ class Profile(Config):
     mixing_bandwidth: float = Field(gt=0.0)
     """Number of bytes of weights per second that a learner changes by `apply`."""
     exchange: MeasuredLink
-    """Times of an exchange: a model to a neighbour and one from it, both ways at once, copied and applied."""
+    """Times of an exchange, in which a model is sent to a neighbour while the neighbour's model is received, copied and
+    applied."""
     mean: MeasuredLink
     """Times of a mean of two learners, as two messages of half the size."""
     gradient_mean: MeasuredLink
@@ -141,7 +143,7 @@ class Profile(Config):
 
 
 class Preset(Config):
-    """Machines as their data sheets describe them, with one fitted number: the share of the peak that gradients
+    """Machines as their data sheets describe them. One number is fitted: the fraction of the peak that gradients
     reach."""
 
     summary: str
@@ -149,7 +151,7 @@ class Preset(Config):
     peak_flops: float = Field(gt=0.0)
     """Floating-point operations per second of one device, in the precision of training."""
     efficiency: float = Field(gt=0.0, le=1.0)
-    """Share of `peak_flops` that a gradient reaches."""
+    """Fraction of `peak_flops` that a gradient reaches."""
     devices_per_node: int = Field(ge=1)
     inside: LinkModel
     """The link between two devices of a node."""
@@ -160,8 +162,8 @@ class Preset(Config):
     validation: Validation | None = None
 
     def costs(self, job: JobFacts, name: str) -> "Costs":
-        """The costs that simulations need from the preset, for a job. ConfigError if the job's operations are
-        unknown."""
+        """Return the costs of a job that simulations need, given this preset. Raises `ConfigError` if the number of the
+        job's operations is unknown."""
         if job.flops_per_gradient is None:
             raise ConfigError(
                 f"preset {name}: the operations of {job.trains} are unknown, so that data sheets cannot tell its "
@@ -180,7 +182,8 @@ class Preset(Config):
 
 
 class MeasuredRun(Config):
-    """The measurements that the learners of a run made together: by learner, or as a mean over learners."""
+    """The measurements that the learners of a run made together. Each is given by learner, or as a mean over
+    learners."""
 
     gradient_seconds: tuple[Rounded, ...]
     """Time of a gradient on each learner, without averaging."""
@@ -190,7 +193,7 @@ class MeasuredRun(Config):
     mean_seconds: Rounded
     """Time of a mean of the model."""
     mean_of_gradients_seconds: Rounded
-    """Time that the mean of all gradients takes beyond the slowest of them."""
+    """Time that the mean of all gradients takes in addition to the slowest gradient."""
     exchange_seconds: dict[str, Rounded]
     """Time of an averaging round while all learners compute gradients, by pattern."""
     lost_to_exchanges: tuple[Annotated[float, PlainSerializer(lambda share: round(share, 3))], ...]
@@ -225,12 +228,12 @@ class Costs(Config):
 
 
 def read_profile(path: Path) -> Profile:
-    """The profile in a file that `starling profile` wrote. ConfigError for anything else."""
+    """Return the profile in a file that `starling profile` wrote. Raises `ConfigError` for any other file."""
     return loaded(Profile, path, "profile", "make one with `starling profile RECIPE --output profile.yaml`")
 
 
 def find_preset(name: str) -> Preset:
-    """The preset with the name `name`, or in the file of that path. ConfigError if there is none."""
+    """Return the preset with the name `name`, or in the file with that path. Raises `ConfigError` if there is none."""
     known = {path.stem: path for path in sorted(PRESETS.glob("*.yaml"))}
     path = known.get(name, Path(name))
     if name not in known and path.suffix not in (".yaml", ".yml"):
@@ -242,8 +245,8 @@ def find_preset(name: str) -> Preset:
 
 
 def loaded(kind: type[ConfigT], given: Path | Mapping[str, Any], what: str, advice: str) -> ConfigT:
-    """A configuration from a YAML file or a mapping, perhaps below the key `what`. ConfigError with all problems, or
-    with advice if the content is no mapping."""
+    """Return a configuration from a YAML file or a mapping, in which it may be under the key `what`. Raises
+    `ConfigError` with all problems, or with `advice` if the content is not a mapping."""
     where, tree = what, given
     if isinstance(given, Path):
         where = f"{what} {given}"
@@ -259,20 +262,20 @@ def loaded(kind: type[ConfigT], given: Path | Mapping[str, Any], what: str, advi
 
 
 def dump(config: Config, comment: str) -> str:
-    """A configuration as YAML, below a comment."""
+    """Return a configuration as YAML, after a comment."""
     tree: dict[str, Any] = config.model_dump(mode="json")
     return f"# {comment}\n" + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
 
 
 def with_step(gradient: ComputeModel, seconds: Seconds) -> ComputeModel:
-    """The times of a gradient with the rest of its step, which does not vary."""
+    """Return the times of a gradient together with the rest of its step, whose time does not vary."""
     total = gradient.seconds + seconds
     return gradient.model_copy(update={"seconds": total, "spread": gradient.spread * gradient.seconds / total})
 
 
 def facts_of(job: Job, counts_flops: bool = False) -> JobFacts:
-    """The facts that a plan needs about a job; `counts_flops` counts operations by computing one gradient on the
-    CPU."""
+    """Return the facts that a plan needs about a job. With `counts_flops`, operations are counted by computing one
+    gradient on the CPU."""
     workload = job.workload
     model = workload.make_model()
     return JobFacts(
@@ -284,16 +287,17 @@ def facts_of(job: Job, counts_flops: bool = False) -> JobFacts:
 
 
 def _flops(job: Job) -> float | None:
-    """Number of floating-point operations of the matrix products and convolutions of one gradient; None if there are
-    none.
+    """Return the number of floating-point operations in the matrix products and convolutions of one gradient, or None
+    if there are none.
 
-    Recurrent layers are computed in steps here, because the counter does not see into the libraries' own.
+    Recurrent layers are computed step by step, because the counter does not see the operations inside the libraries'
+    implementations.
     """
     workload = job.workload
     model = workload.make_model()
     counter = FlopCounterMode(display=False)
     with warnings.catch_warnings(), counter:
-        warnings.simplefilter("ignore", UserWarning)  # of oneDNN, about Intel's GPUs
+        warnings.simplefilter("ignore", UserWarning)  # oneDNN warns about Intel's GPUs
         with torch.backends.mkldnn.flags(enabled=False):
             for examples in workload.load(Ticket(0, 0, 0)):
                 workload.loss(model, examples).backward()  # type: ignore[no-untyped-call]
@@ -302,8 +306,8 @@ def _flops(job: Job) -> float | None:
 
 @dataclass(frozen=True)
 class LearnerMemory:
-    """The memory of one learner, or of one rank of an island, in bytes, without copies that a strategy makes and
-    without the libraries of the process."""
+    """The memory of one learner, or of one rank of an island, in bytes. Copies that a strategy makes, and the libraries
+    of the process, are not included."""
 
     weights: int
     gradients: int
@@ -316,7 +320,7 @@ class LearnerMemory:
 
     @property
     def total(self) -> int:
-        """The sum of all fields."""
+        """Sum of all fields."""
         return sum(astuple(self))
 
     def __str__(self) -> str:
@@ -326,7 +330,8 @@ class LearnerMemory:
 
 
 def memory_of(job: Job) -> LearnerMemory:
-    """The memory of a learner of a job, from its model, its optimizer, its island, and a forward pass."""
+    """Return the memory of a learner of a job. It is determined from the model, the optimizer, the island, and a
+    forward pass."""
     model, island = job.workload.make_model(), job.island
     parameters = trainable(model)
     shapes, item = tuple(tuple(each.shape) for each in parameters), parameters[0].itemsize
@@ -344,14 +349,15 @@ def memory_of(job: Job) -> LearnerMemory:
 
 
 def _bytes_in(block: nn.Module, seen: set[nn.Parameter]) -> int:
-    """The bytes of a block's parameters that were in no earlier block; an earlier block may be a part of this one."""
+    """Return the bytes of a block's parameters that were in no earlier block. An earlier block may be a part of this
+    block."""
     own = [each for each in block.parameters() if each.requires_grad and each not in seen]
     seen.update(own)
     return sum(each.nbytes for each in own)
 
 
 def _vectors(job: Job) -> int:
-    """The number of values that the optimizer keeps for each weight."""
+    """Return the number of values that the optimizer keeps for each weight."""
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.zeros(2)
     optimizer = job.make_optimizer([parameter])
@@ -361,7 +367,7 @@ def _vectors(job: Job) -> int:
 
 
 def _activations(job: Job, model: nn.Module) -> int:
-    """The bytes of the tensors that backward needs from a forward pass, besides parameters and buffers."""
+    """Return the bytes of the tensors, other than parameters and buffers, that backward needs from a forward pass."""
     own = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
     most = 0
     for examples in job.workload.load(Ticket(0, 0, 0)):

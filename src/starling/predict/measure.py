@@ -1,6 +1,8 @@
-"""The measurements that learners make of their machines: for a profile, as a strategy that one and two learners run;
-for `strategy: auto`, by all learners of a run together, which finds slow learners and links that many share. What they
-measured becomes the costs that simulations use: the distributions and lines that fit best.
+"""The measurements that learners make of their machines.
+
+For a profile, one and two learners run a strategy that measures. For `strategy: auto`, all learners of a run measure
+together, which reveals slow learners and shared links. The distributions and lines that fit the measurements best
+become the costs that simulations use.
 
 Learners are started, connected and watched as in any run, so that the measured costs are those of training.
 """
@@ -59,17 +61,17 @@ WARM_UP = 3
 REPEATS = 15
 """Number of exchanges and means of each size in a profile."""
 SHARES = (0.0, 1 / 16, 1 / 4, 1.0)
-"""Sizes of a profile's exchanges, as shares of the model; at least `SMALLEST` numbers."""
+"""Sizes of a profile's exchanges, as fractions of the model. Each has at least `SMALLEST` numbers."""
 SMALLEST = 256
 SHARE = 0.03
 """Share of a run's expected time that measuring may take, unless the necessary minimum takes longer."""
 MOST_GRADIENTS, FEWEST_GRADIENTS = 40, 2
 MOST_REPEATS = 8
 PARTS = 5
-"""Number of parts into which a third of the allowance is divided; a mean of the model takes one, as does one pattern of
-four."""
+"""Number of parts into which a third of the allowance is divided. A mean of the model takes one part, and each of four
+patterns takes one part."""
 DRAWS = 3
-"""Smallest number of rounds of pairs: they cross a slow link more or less often."""
+"""Smallest number of rounds of pairs. Several are needed because rounds cross a slow link more or less often."""
 TELLING = 4.0
 """Number of gradients for which rounds must last to show how they slow a learner down."""
 MOST_LOST = 0.95
@@ -92,12 +94,13 @@ class Figures(BaseModel):
     steps: list[Seconds] = []
     """Times of the copy of the weights and the optimizer's step."""
     synchronous: list[Seconds] = []
-    """Times of `allreduce` steps, from the claim until the mean of all gradients is there. Empty if none was made,
-    because one takes too long, or `allreduce` would be slow anyway."""
+    """Times of `allreduce` steps, from the claim until the mean of all gradients has arrived. The list is empty if no
+    step was made, because a step takes too long, or because `allreduce` would be slow anyway."""
     applies: list[Seconds] = []
     """Times of changing the whole model by a vector."""
     exchanges: dict[int, Seconds] = {}
-    """Median time to send a part of the weights to a neighbour, receive its own, mix and apply, by bytes."""
+    """Median time to send a part of the weights to a neighbour, receive the neighbour's part, mix and apply, by
+    bytes."""
     means: dict[int, Seconds] = {}
     """Time of a mean of all learners, by bytes."""
     rounds: dict[str, Seconds] = {}
@@ -105,19 +108,19 @@ class Figures(BaseModel):
     num_bytes: int = 0
     """Size of the weights in bytes."""
     lost: float = 0.0
-    """Share of its time that this learner loses while a round is under way: its gradients wait for processor, memory
-    and links, and its claims for answers behind the weights."""
+    """Fraction of its time that this learner loses while a round is under way, because its gradients wait for
+    processor, memory and links, and the answers to its claims queue after weights."""
     memory_bytes: int = 0
     device: str = "cpu"
 
     @classmethod
     def file(cls, folder: Path, rank: int) -> Path:
-        """The file in which learner `rank` leaves its figures for the process that requested them."""
+        """Return the file in which learner `rank` writes its figures for the process that requested them."""
         return folder / f"figures-{rank}.json"
 
     @classmethod
     def read(cls, folder: Path, rank: int) -> "Figures":
-        """The figures that learner `rank` left."""
+        """Return the figures that learner `rank` has written."""
         return cls.model_validate_json(cls.file(folder, rank).read_bytes())
 
 
@@ -133,7 +136,7 @@ async def measure(me: Learner, options: MeasureOptions) -> None:
     or the mean of both learners' gradients.
 
     Args:
-        me: The learner that measures. Meanwhile, plain local steps train its model.
+        me: The learner that measures. Its model is trained with plain local steps during the measurement.
         options: The folder for the figures.
     """
     figures = Figures(num_bytes=me.weights.nbytes)
@@ -157,17 +160,18 @@ async def measure(me: Learner, options: MeasureOptions) -> None:
 
 
 def bare(job: Job, **changes: Any) -> Job:
-    """A job in the form in which it is measured: without faults, checkpoints within an epoch, and weights or shares of
-    mini-batches."""
+    """Return a job in the form in which it is measured: without faults, checkpoints within an epoch, weights of
+    mini-batches or batch shares."""
     return replace(job, faults=(), checkpoint_every=None, weighting="batches", batch_shares={}, **changes)
 
 
 async def timed_step(
     me: Learner, compute: Callable[[Tensor], Awaitable[Tensor]], gradients: list[Seconds], steps: list[Seconds]
 ) -> bool:
-    """Claim, compute a gradient with a copy of the weights, and apply it; False if the budget is spent.
+    """Claim, compute a gradient with a copy of the weights, and apply it. Return False if the budget is spent.
 
-    The seconds of claim and gradient are appended to `gradients`, those of the rest and of the copy to `steps`.
+    The seconds of the claim and the gradient are appended to `gradients`; those of the copy and the rest of the step
+    are appended to `steps`.
     """
     begin = now(me)
     if not me.claim():
@@ -184,7 +188,7 @@ async def timed_step(
 
 
 async def timed(me: Learner, work: Callable[[], Awaitable[object]], repeats: int) -> list[Seconds]:
-    """The seconds of each of `repeats` repetitions of `work`."""
+    """Return the seconds of each of `repeats` repetitions of `work`."""
     found = []
     for _ in range(repeats):
         begin = now(me)
@@ -200,14 +204,14 @@ async def exchange(me: Learner, topology: Topology, tags: Iterator[int], size: i
 
 
 async def _medians(me: Learner, work: Callable[[int], Awaitable[object]]) -> dict[int, Seconds]:
-    """The median seconds of `work` on parts of the weights, by bytes."""
+    """Return the median seconds of `work` on parts of the weights, by bytes."""
     number, item = len(me.weights), me.weights.element_size()
     sizes = sorted({min(number, max(SMALLEST, int(share * number))) for share in SHARES})
     return {size * item: median((await timed(me, partial(work, size), WARM_UP + REPEATS))[WARM_UP:]) for size in sizes}
 
 
 def now(me: Learner) -> Seconds:
-    """The time when the learner's device has finished its pending work."""
+    """Wait until the learner's device has finished its pending work, and return the time."""
     if me.weights.device.type == "cuda":
         torch.cuda.synchronize(me.weights.device)
     return time.monotonic()
@@ -224,8 +228,8 @@ def _note_memory(me: Learner, figures: Figures) -> None:
 
 
 def peak_memory() -> int:
-    """The peak memory of this process, in bytes. On Linux, `getrusage` would include the peak memory of the parent
-    process."""
+    """Return the peak memory of this process in bytes. On Linux, `getrusage` would include the peak memory of the
+    parent process."""
     with suppress(OSError, StopIteration), Path("/proc/self/status").open(encoding="ascii", errors="replace") as status:
         return 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -233,7 +237,7 @@ def peak_memory() -> int:
 
 @dataclass(frozen=True)
 class Allowance:
-    """Time that measuring may take."""
+    """The time that measuring may take."""
 
     budget: Budget
     """Budget of the run."""
@@ -241,7 +245,7 @@ class Allowance:
     most: Seconds
 
     def seconds(self, each: Sequence[Seconds]) -> Seconds:
-        """The allowance in seconds for learners whose gradients take `each`."""
+        """Return the allowance in seconds for learners whose gradients take `each` seconds."""
         per_gradient = 1.0 / sum(1.0 / max(seconds, 1e-9) for seconds in each)
         return min(self.most, SHARE * self.budget.seconds(self.batches_per_epoch, per_gradient))
 
@@ -256,8 +260,9 @@ class Measuring:
     async def apart(self, per_node: int) -> None:
         """Measure gradients, and averaging rounds while gradients are computed.
 
-        The learner's model is a copy, and is trained meanwhile. The learner is a sync group alone, so that it claims as
-        under an asynchronous strategy: through the store. A node has `per_node` learners; with 1 there are no nodes.
+        The learner's model is a copy, and is trained during the measurement. The learner alone forms a sync group, so
+        that it claims through the store, as under an asynchronous strategy. A node has `per_node` learners; with 1
+        there are no nodes.
         """
         me, found = self._me, self._found
         found.num_bytes = me.weights.nbytes
@@ -269,7 +274,7 @@ class Measuring:
         for _ in range(max(FEWEST_GRADIENTS - 1, min(MOST_GRADIENTS, int(enough / every[me.rank])))):
             await timed_step(me, me.gradient, found.gradients, found.steps)
         if len(found.gradients) > MOST_GRADIENTS // 4:
-            del found.gradients[0], found.steps[0]  # the first one prepares
+            del found.gradients[0], found.steps[0]  # the first measurement includes preparations
         patterns = topologies(me.world, per_node)
         await self._measure_rounds(patterns, per_node, box / (len(patterns) + 1))
 
@@ -289,7 +294,7 @@ class Measuring:
         if may_be_chosen and 2 * expected <= max(box, most):
             for _ in range(1 + max(1, min(MOST_REPEATS, int(box / expected)))):
                 await timed_step(me, lambda _: me.mean(me.gradient(me.weights)), found.synchronous, [])
-            del found.synchronous[0]  # the first one prepares
+            del found.synchronous[0]  # the first measurement includes preparations
 
     async def _measure_rounds(self, patterns: Mapping[str, Topology], per_node: int, box: Seconds) -> None:
         """Time the rounds of each pattern in the background while this learner computes gradients, as in a run, and
@@ -302,7 +307,7 @@ class Measuring:
         async def average() -> None:
             nonlocal is_done
             try:
-                await self._gather(0.0)  # all begin together
+                await self._gather(0.0)  # so that all learners begin together
                 for name, topology in patterns.items():
                     exchanging = partial(exchange, me, topology, self._tags)
                     share, fewest = (per_node if name == ACROSS else 1), (DRAWS if name == "pairs" else 1)
@@ -319,7 +324,7 @@ class Measuring:
             found.lost = min(MOST_LOST, max(0.0, now(me) - begin - len(made) * alone) / sum(under_way))
 
     async def _gather(self, value: float) -> list[float]:
-        """Every learner's value, by rank; all learners wait for it."""
+        """Return every learner's value, by rank. All learners wait for the values."""
         me, tag = self._me, next(self._tags)
         own = me.weights.new_full((1,), value)
         others = {peer: me.exchange(peer, own, tag) for peer in range(me.world) if peer != me.rank}
@@ -334,10 +339,10 @@ class Measuring:
         most: Seconds,
         times: list[Seconds],
     ) -> Seconds:
-        """The seconds of `work` on 1 / `share` of the model, as a mean over learners.
+        """Return the seconds of `work` on 1 / `share` of the model, as a mean over learners.
 
-        It is repeated for about `box` seconds, and at least `fewest` times. A probe determines how often, and whether
-        that would take more than `most`. All seconds are appended to `times`.
+        `work` is repeated for about `box` seconds, and at least `fewest` times. A probe determines the number of
+        repetitions, and whether they would take more than `most` seconds. All times are appended to `times`.
         """
 
         async def mean_of(size: int, repeats: int) -> Seconds:
@@ -350,7 +355,7 @@ class Measuring:
         async def probed() -> Seconds:
             return max(await self._gather(await mean_of(probe, fewest))) * size / probe
 
-        await mean_of(probe, 1)  # connects
+        await mean_of(probe, 1)  # creates the connections
         expected = await probed()
         if fewest * expected > most:
             expected = min(expected, await probed())  # unless a single delay has been scaled up
@@ -361,7 +366,8 @@ class Measuring:
 
 
 def topologies(world: int, per_node: int) -> Mapping[str, Topology]:
-    """The topologies to measure, by name: the patterns that differ for so many learners, and those of nodes."""
+    """Return the topologies to measure, by name. They are the patterns that differ for this number of learners, and the
+    patterns of nodes."""
     found: dict[str, Topology] = {"ring": find_topology("ring", world, 0)}
     if world > 2:
         found["pairs"] = Alike(world, _on_a_circle, period=_places(world))
@@ -372,21 +378,22 @@ def topologies(world: int, per_node: int) -> Mapping[str, Topology]:
 
 
 def has_nodes(world: int, per_node: int) -> bool:
-    """Whether the learners form several nodes of the same size."""
+    """Return whether the learners form several nodes of the same size."""
     return 1 < per_node < world and world % per_node == 0
 
 
 def _places(world: int) -> int:
-    """The number of places on the circle, which is odd."""
+    """Return the number of places on the circle, which is odd."""
     return world - 1 + world % 2
 
 
 def _on_a_circle(k: int, rank: int, world: int, seed: int) -> Sequence[int]:
-    """Pairs in which all learners meet each other once before any meet again: a few rounds cross a slow link about as
-    often as random pairs do on average, and all rounds together exactly as often.
+    """Return the partner of a learner for pairs in which all learners meet each other once before any two meet again. A
+    few rounds cross a slow link about as often as random pairs do on average, and all rounds together cross it exactly
+    as often.
 
     Learners whose places on a circle add up to `k` meet. The learner that would meet itself meets the last learner,
-    which has no place there, or has no partner if the number of learners is odd.
+    which has no place on the circle, or has no partner if the number of learners is odd.
     """
     places = _places(world)
     alone = k * (places + 1) // 2 % places
@@ -395,7 +402,7 @@ def _on_a_circle(k: int, rank: int, world: int, seed: int) -> Sequence[int]:
 
 
 def _inside(per_node: int, k: int, rank: int, world: int, seed: int) -> Sequence[int]:
-    """A ring of each node's learners."""
+    """Return the neighbours of a learner in a ring of the learners on its node."""
     first, local = rank - rank % per_node, rank % per_node
     return [first + (local + step) % per_node for step in (-1, 1)]
 
@@ -406,15 +413,15 @@ MEASURING = Strategy(MEASURE, "measure gradients, exchanges and means", measure,
 RESAMPLES = 2000
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 HARDLY_ANY = 0.002
-"""Standard deviation / mean below which the gradient times of a profile are taken to be constant."""
+"""Standard deviation / mean below which the gradient times of a profile are assumed to be constant."""
 STEADY = 0.1
-"""Standard deviation / mean up to which the few gradient times of a run are taken to be constant, so that one
+"""Standard deviation / mean up to which the few gradient times of a run are assumed to be constant, so that one
 simulation is enough."""
 DRAWS_OF_A_ROUND = 1000
 
 
 def profile_of(alone: Figures, pair: Sequence[Figures], facts: JobFacts, command: str) -> Profile:
-    """The profile made from the figures of a lone learner and those of two learners that ran together."""
+    """Return the profile that follows from the figures of a lone learner and of two learners that ran together."""
     exchanges, means = (
         {num_bytes: fmean(getattr(each, name)[num_bytes] for each in pair) for num_bytes in getattr(pair[0], name)}
         for name in ("exchanges", "means")
@@ -442,7 +449,7 @@ def profile_of(alone: Figures, pair: Sequence[Figures], facts: JobFacts, command
 def _machine(device: str) -> MachineFacts:
     try:
         named = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
-    except OSError:  # another system
+    except OSError:  # not a Linux system
         named = None
     processor = named[1] if named else platform.processor() or platform.machine()
     return MachineFacts(
@@ -456,7 +463,7 @@ def _machine(device: str) -> MachineFacts:
 
 
 def costs_of(figures: Sequence[Figures], per_node: int) -> Costs:
-    """The costs of a run from the figures of all its learners, by rank; a node has `per_node` learners."""
+    """Return the costs of a run, given the figures of all its learners by rank. A node has `per_node` learners."""
     world, num_bytes = len(figures), figures[0].num_bytes
     means = [fmean(each.gradients) for each in figures]
     relative = np.concatenate([np.asarray(each.gradients) / mean for each, mean in zip(figures, means, strict=True)])
@@ -489,20 +496,20 @@ def costs_of(figures: Sequence[Figures], per_node: int) -> Costs:
 
 
 def _slowest_of_a_round(figures: Sequence[Figures]) -> Seconds:
-    """The expected time of the slowest gradient of a round, from the distributions of all learners."""
+    """Return the expected time of the slowest gradient of a round, given the distributions of all learners."""
     generator = np.random.default_rng(0)
     drawn = [generator.choice(np.asarray(each.gradients), DRAWS_OF_A_ROUND) for each in figures]
     return float(np.max(drawn, axis=0).mean())
 
 
 def _ring(seconds: Seconds, num_bytes: int, world: int) -> LinkModel:
-    """The link on which a ring all-reduce of `world` learners takes `seconds`."""
+    """Return the link on which a ring all-reduce of `world` learners takes `seconds`."""
     messages = 2 * (world - 1)
     return LinkModel(latency=0.0, bandwidth=messages * -(-num_bytes // world) / seconds)
 
 
 def gradient_times(seconds: Sequence[float]) -> GradientTimes:
-    """Mean, interval, quantiles and the best-fitting distribution of gradient times."""
+    """Return the mean, its interval, quantiles and the best-fitting distribution of gradient times."""
     times = np.asarray(seconds, dtype=np.float64)
     generator = np.random.default_rng(0)
     means = generator.choice(times, (RESAMPLES, len(times))).mean(axis=1)
@@ -519,8 +526,8 @@ def gradient_times(seconds: Sequence[float]) -> GradientTimes:
 
 
 def fit_compute(times: NDArray[np.float64]) -> ComputeModel:
-    """The best-fitting distribution with the mean and deviation of `times`: its distribution function is nearest to
-    theirs."""
+    """Return the distribution, among those with the mean and standard deviation of `times`, whose distribution function
+    is nearest to that of `times`."""
     mean, relative = float(times.mean()), float(times.std() / times.mean())
     if relative < HARDLY_ANY:
         return ComputeModel(seconds=mean)
@@ -532,7 +539,8 @@ def fit_compute(times: NDArray[np.float64]) -> ComputeModel:
 
 
 def _distance(times: NDArray[np.float64], model: ComputeModel) -> float:
-    """The Kolmogorov distance between a distribution and the empirical one of `times`, which must be ascending."""
+    """Return the Kolmogorov distance between a distribution and the empirical distribution of `times`, which must be in
+    ascending order."""
     if model.distribution == "uniform":
         expected = np.clip((times / model.seconds - (1.0 - model.spread)) / (2.0 * model.spread), 0.0, 1.0)
     else:
@@ -543,10 +551,10 @@ def _distance(times: NDArray[np.float64], model: ComputeModel) -> float:
 
 
 def fit_link(seconds_by_bytes: Mapping[int, float]) -> LinkModel:
-    """The line seconds = latency + bytes / bandwidth that fits best, neither of them below 0.
+    """Return the line seconds = latency + bytes / bandwidth that fits best, with latency and bandwidth at least 0.
 
-    Each squared error is weighted by 1 / seconds, a compromise: with equal weights, the largest message would decide,
-    and with 1 / seconds**2, a few slow small messages would spoil the bandwidth.
+    Each squared error is weighted by 1 / seconds, which is a compromise. With equal weights, the largest message would
+    determine the line; with 1 / seconds**2, a few slow small messages would distort the bandwidth.
     """
     sizes, seconds = (np.array(list(each), dtype=np.float64) for each in (seconds_by_bytes, seconds_by_bytes.values()))
     if len(sizes) > 1:

@@ -1,8 +1,9 @@
 """`starling.plan`: predictions for each strategy and number of learners, and the choice among strategies, which
-`strategy: auto` shares.
+`strategy: auto` also uses.
 
-Strategies are compared by progress, mini-batches per second times the worth of a mini-batch. Of those that predictions
-cannot tell apart, the one whose mini-batches are worth most is chosen, and of these the plainest (decision 0019).
+Strategies are compared by progress, which is the number of mini-batches per second times the worth of a mini-batch.
+Among strategies that predictions cannot distinguish, the one whose mini-batches are worth most is chosen, and among
+equals the plainest one (decision 0019).
 """
 
 import csv
@@ -50,13 +51,13 @@ PERIODS = (2, 4, 8, 16)
 
 
 def is_clearly_ahead(progress: float, of: float) -> bool:
-    """Whether predictions can tell the first progress from the second."""
+    """Return whether `progress` exceeds the progress `of` by more than predictions leave open."""
     return of < (1.0 - TIE) * progress
 
 
 def ranked(found: Sequence[Prediction]) -> list[Prediction]:
-    """The predictions with the choice first, and then by decreasing progress. `found` has the plainest strategies
-    first."""
+    """Return the predictions with the chosen one first, and the others by decreasing progress. In `found`, the plainest
+    strategies come first."""
     most = max(each.progress for each in found)
     near = [each for each in found if not is_clearly_ahead(most, each.progress)]
     best = max(near, key=lambda each: each.worth)  # the first of those that are worth as much
@@ -75,7 +76,7 @@ class Decision:
 
     @cached_property
     def best(self) -> Sequence[Prediction]:
-        """Each strategy with the options that the rule prefers."""
+        """Prediction of each strategy with the options that the rule prefers."""
         return [ranked(each)[0] for each in self.tried]
 
     @cached_property
@@ -85,7 +86,8 @@ class Decision:
 
     @property
     def second(self) -> Prediction | None:
-        """The second choice: another strategy, not the same with other options; None if there is none."""
+        """The second choice, which is a different strategy and not the same strategy with other options; None if there
+        is none."""
         return next(iter(ranked(self.best)[1:]), None)
 
     @property
@@ -105,11 +107,11 @@ def choose(
     """Predict each strategy, with its options or with those that are worth a try, and choose one.
 
     Args:
-        machines: Where the learners run.
-        learners: How many learners there are.
-        choices: The strategies to compare, the plainest first.
+        machines: The machines on which the learners run.
+        learners: The number of learners.
+        choices: The strategies to compare, with the plainest first.
         job: The job. Its weighting limits the choice, and its own strategy keeps its options.
-        say: Called with a line for each simulation.
+        say: A function that is called with a line for each simulation.
 
     Raises:
         ConfigError: The options of a choice are wrong.
@@ -127,8 +129,8 @@ def choose(
 
 
 def _ladders(choice: StrategyChoice, machines: Machines, learners: int, job: Job | None) -> list[list[Arm]]:
-    """A strategy with the options that are worth a try, unless it has some: for each pattern, longer and longer
-    periods. Raises ConfigError for wrong options."""
+    """Return a strategy with the options that are worth trying: for each pattern, longer and longer periods. If the
+    choice already has options, only these are returned. Raises `ConfigError` for wrong options."""
     strategy, given = choice.strategy, dict(choice.model_extra or {})
     fields = strategy.options.model_fields
     if not given and job is not None and job.strategy.name == strategy.name:
@@ -146,7 +148,7 @@ def _ladders(choice: StrategyChoice, machines: Machines, learners: int, job: Job
 
 
 def _check(arm: Arm, machines: Machines, learners: int, job: Job | None) -> None:
-    """Raise ConfigError if a strategy does not fit so many learners, the machines, or the job's weighting."""
+    """Raise `ConfigError` if a strategy does not fit the number of learners, the machines, or the job's weighting."""
     between_islands(arm.strategy, machines.island).validate(arm.options, learners)
     if job is not None and (problem := arm.strategy.weighting_problem(arm.options, job.weighting)):
         raise ConfigError(problem)
@@ -156,7 +158,7 @@ def _check(arm: Arm, machines: Machines, learners: int, job: Job | None) -> None
 
 
 def _climbed(ladder: Sequence[Arm], machines: Machines, learners: int, say: Say) -> list[Prediction]:
-    """The predictions for longer and longer periods, up to the first that makes less progress."""
+    """Return the predictions for longer and longer periods, up to the first period with less progress."""
     found: list[Prediction] = []
     for arm in ladder:
         say(f"{arm} with {learners} learners")
@@ -194,19 +196,20 @@ class Forecast:
     hours: float
     """Hours of the whole run."""
     hours_low: float
-    """Lower end, with `hours_high` as upper end, of the range that seeds, the interval of the gradient time and the
-    last validation's error leave open."""
+    """Lower end of the range of hours; `hours_high` is the upper end. The range covers the seeds, the interval of the
+    gradient time and the error of the last validation."""
     hours_high: float
     computing: float
     """Share of a learner's time spent computing; `computing`, `waiting` and `exchanging` sum to 1."""
     waiting: float
-    """Share of waiting for data or for slower learners: the waiting that remains if messages arrive at once."""
+    """Share of a learner's time spent waiting for data or for slower learners, which remains if messages arrive at
+    once."""
     exchanging: float
-    """Share of waiting that only a faster link would end."""
+    """Share of a learner's time spent in waits that only a faster link would end."""
     gigabytes_per_link: float
-    """Data that a learner sends in an epoch, in units of 10^9 bytes; the mean over learners."""
+    """Data that a learner sends in an epoch, in units of 10^9 bytes, as a mean over learners."""
     megabytes_per_second: float
-    """Data that a learner sends in a second of the run: the load of its link, in units of 10^6 bytes."""
+    """Data that a learner sends in a second of the run, in units of 10^6 bytes. This is the load of its link."""
     staleness_mean: float
     staleness_median: int
     staleness_95: int
@@ -259,7 +262,7 @@ class Plan:
     recommended: Forecast
     """Row that is recommended."""
     reason: tuple[str, ...]
-    """Three lines: the choice with its reason, how far the second choice is behind, and how far to trust the
+    """Three lines. They give the choice with its reason, the distance of the second choice, and the reliability of the
     prediction."""
     crossings: tuple[Crossing, ...]
     """Points at which one strategy becomes faster than another."""
@@ -269,11 +272,12 @@ class Plan:
     """The largest relative error of a prediction at the last validation; None if nothing was validated."""
 
     def records(self) -> list[dict[str, Any]]:
-        """The rows as dictionaries."""
+        """Return the rows as dictionaries."""
         return [asdict(row) for row in self.rows]
 
     def write_csv(self, path: Path) -> None:
-        """Write the rows as a table that spreadsheets and `pandas.read_csv` read. ConfigError if that is impossible."""
+        """Write the rows as a table that spreadsheets and `pandas.read_csv` can read. Raises `ConfigError` if the file
+        cannot be written."""
         with writing(f"output {path}", "write to another file"), path.open("w", encoding="utf-8", newline="") as file:
             writer = csv.DictWriter(file, [field.name for field in fields(Forecast)])
             writer.writeheader()
@@ -297,26 +301,27 @@ def plan(
     """Predict how long a job takes with each strategy and number of learners, and recommend one.
 
     The strategies' own code runs on the simulated clock, without gradients, with the costs that a profile measured or
-    that a preset takes from data sheets. A prediction is of time; the recommendation also counts the worth of a
-    mini-batch, by the rule of `strategy: auto`. If options are not given, those that `auto` would try are tried.
+    that a preset takes from data sheets. Predictions are times. The recommendation also takes the worth of a mini-batch
+    into account, by the rule of `strategy: auto`. If a strategy is given without options, the options that `auto` would
+    try are tried.
 
     Args:
-        job: What to train. A profile knows its job, so None then plans that one.
-        profile: What `starling.profile` returned, or the file that `starling profile` wrote.
-        preset: The name of a preset, its file, or a `Preset`; in place of a profile.
-        cluster: The machines' network, if it is not the one that was measured: a file or a mapping with the keys of a
-            recipe's `cluster` section. Missing keys are as measured.
-        learners: Numbers of learners.
-        strategies: Names, or mappings with `name` and options; None plans all that run on several machines, except the
-            periodic ones.
+        job: The job to train. A profile includes its job; with a profile, None plans that job.
+        profile: The result of `starling.profile`, or the file that `starling profile` wrote.
+        preset: The name of a preset, its file, or a `Preset`, in place of a profile.
+        cluster: The network of the machines, if it differs from the measured one. It is a file or a mapping with the
+            keys of a recipe's `cluster` section. Missing keys keep the measured values.
+        learners: The numbers of learners.
+        strategies: Names of strategies, or mappings with `name` and options. None plans all strategies that run on
+            several machines, except the periodic ones.
         price: The price of one device for an hour, in your currency.
-        budget: The run's budget; None uses the job's, or one epoch if there is only a profile.
-        stragglers: Slowness to assume; None uses the job's, if any.
+        budget: The run's budget. None uses the job's budget, or one epoch if there is only a profile.
+        stragglers: The slowness to assume. None uses the job's stragglers, if any.
         crossings: Whether to look for crossing points, which takes most of the time.
-        say: Called with a line for each simulation.
+        say: A function that is called with a line for each simulation.
 
     Raises:
-        ConfigError: An argument does not fit; the message says which.
+        ConfigError: An argument does not fit. The message says which one.
 
     Example:
         >>> import pandas
@@ -361,13 +366,13 @@ def plan(
 
 
 def usual_strategies(own: str | None) -> list[str]:
-    """The strategies that are planned if none is named; the job's own is among them."""
+    """Return the strategies that are planned if none is named. They include the job's own strategy."""
     planned = [name for name, each in STRATEGIES.items() if name not in NOT_PLANNED and each.kind != "periodic"]
     return [name for name in STRATEGIES if name in (own, *planned)]
 
 
 def _row(found: Prediction, machines: Machines, budget: Budget, price: float | None) -> Forecast:
-    """A prediction as hours, shares of time and cost."""
+    """Convert a prediction to hours, shares of time and cost."""
     arm, world, seconds, costs = found.arm, found.learners, found.seconds_per_gradient, machines.costs
     batches_per_epoch, simulated = costs.job.batches_per_epoch, partial(simulate, arm, world)
 
@@ -405,7 +410,7 @@ def _row(found: Prediction, machines: Machines, budget: Budget, price: float | N
 
 
 def _crossings(machines: Machines, decision: Decision, say: Say) -> Iterator[Crossing]:
-    """The points at which another strategy makes more progress than the recommended one."""
+    """Yield the points at which a different strategy makes more progress than the recommended one."""
     chosen = decision.chosen
     others, world = [each.arm for each in decision.best if each is not chosen], chosen.learners
     if world == 1 or not others:
@@ -429,7 +434,7 @@ def _crossings(machines: Machines, decision: Decision, say: Say) -> Iterator[Cro
 
 
 def _assumptions(machines: Machines) -> Iterator[str]:
-    """The assumptions of a plan."""
+    """Yield the assumptions of a plan."""
     job = machines.costs.job
     yield f"costs are those of {machines.costs.source}; {job.trains}, {job.model_bytes / 1e6:.3g} MB"
     yield (
@@ -441,15 +446,15 @@ def _assumptions(machines: Machines) -> Iterator[str]:
 
 
 def _ahead(others: Sequence[Arm], chosen: Prediction, make: Callable[[float], Machines], factor: float) -> Arm | None:
-    """The strategy that is clearly ahead of the chosen one on the machines that `make` creates for a factor; None if
-    there is none."""
+    """Return the strategy that is clearly ahead of the chosen one on the machines that `make` creates for a factor, or
+    None if there is none."""
     predict = partial(simulate, learners=chosen.learners, machines=make(factor), rounds=CROSSING_ROUNDS)
     best = max(map(predict, others), key=lambda each: each.progress)
     return best.arm if is_clearly_ahead(best.progress, predict(chosen.arm).progress) else None
 
 
 def read_cluster(cluster: Path | str | Mapping[str, Any] | None) -> dict[str, Config]:
-    """The sections of a cluster in a file or a mapping. ConfigError for any other content."""
+    """Return the sections of a cluster in a file or a mapping. Raises `ConfigError` for any other content."""
     if cluster is None:
         return {}
     advice = "give keys of a recipe's section, such as `link: {bandwidth: 1.25e9}`"
@@ -458,12 +463,12 @@ def read_cluster(cluster: Path | str | Mapping[str, Any] | None) -> dict[str, Co
 
 
 def gigabits(bytes_per_second: float) -> str:
-    """A bandwidth as text."""
+    """Return a bandwidth as text."""
     return f"{bytes_per_second * 8 / 1e9:.3g} Gbit/s"
 
 
 def _costs(job: Job | JobFacts | None, profile: Profile | Path | str | None, preset: Preset | str | None) -> Costs:
-    """The costs of a job from a profile or a preset, of which exactly one is given."""
+    """Return the costs of a job, given a profile or a preset. Exactly one of them must be given."""
     if (profile is None) == (preset is None):
         raise ConfigError("plan: give either a profile, made by `starling profile`, or a preset such as v100-2019")
     if preset is not None:
@@ -490,7 +495,7 @@ def unit_of(hours: float) -> tuple[str, float]:
 
 
 def _reason(chosen: Forecast, second: Forecast | None, costs: Costs) -> tuple[str, ...]:
-    """The reason for the choice, in three lines."""
+    """Return the reason for the choice in three lines."""
     unit, per_hour = unit_of(chosen.hours)
     hours, low, high = (per_hour * each for each in (chosen.hours, chosen.hours_low, chosen.hours_high))
     interval = f" ({low:.3g} to {high:.3g} {unit})" if low < high else ""

@@ -1,5 +1,5 @@
-"""Predictions of the speed of learners, and of its worth: a strategy's own code on the simulated clock, with the costs
-of a job.
+"""Predictions of the speed of learners and of the worth of their mini-batches. A strategy's own code runs on the
+simulated clock with the costs of a job.
 """
 
 import math
@@ -29,7 +29,7 @@ AVERAGING = (
     *("allreduce", "delay-by-one", "delayed", "local-sgd", "post-local-sgd"),
     *("bmuf", "slowmo", "diloco", "streaming-diloco"),
 )
-"""Strategies that exchange nothing but means. A strategy from outside is simulated with the link of messages."""
+"""Strategies that exchange only means. A strategy from a different package is simulated with the link of messages."""
 MOST_BYTES_PER_SECOND = 1e18
 """Bandwidth of the links in a simulation in which everything arrives at once."""
 GRADIENTS = 480
@@ -41,9 +41,9 @@ SEEDS = 3
 CYCLES = 4
 """Smallest number of averaging rounds in a simulation: twice as many as a learner may be behind."""
 LONGER = 1.5
-"""Factor by which averaging rounds may last longer than measured. Too long a period costs little
-(`WORTH_OF_A_DOUBLING`), while too short a period makes learners wait; and rounds are not all the same: random pairs
-cross a slow link more or less often, and others may use it later."""
+"""Factor by which averaging rounds may last longer than measured. A period that is too long costs little
+(`WORTH_OF_A_DOUBLING`), while a period that is too short makes learners wait. Moreover, rounds differ: random pairs
+cross a slow link more or less often, and other traffic may use the link later."""
 LIKE = 1.05
 """Factor of the fastest learner's gradient time below which learners count as equally fast."""
 
@@ -56,8 +56,8 @@ It was measured up to one early loss with 16 equal learners: 476 mini-batches un
 was not shown, and nothing like it has been measured for other strategies: one number is used for all.
 """
 WORTH_OF_A_DOUBLING = 0.98
-"""Factor of `WORTH` for each doubling of the averaging period. It was not measured: of equally fast periods, it selects
-the shortest."""
+"""Factor of `WORTH` for each doubling of the averaging period. It was not measured; its purpose is to select the
+shortest of equally fast periods."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Arm:
 
     @classmethod
     def of(cls, given: StrategyChoice | Mapping[str, Any]) -> "Arm":
-        """The strategy that a recipe names, with the options that it gives."""
+        """Return the strategy that a recipe names, with the options that the recipe gives."""
         choice = StrategyChoice.model_validate(given)
         return cls(choice.strategy, choice.options, choice.model_extra or {})
 
@@ -82,7 +82,7 @@ class Arm:
 
     @property
     def words(self) -> str:
-        """The options that were given, as in `pattern: ring, period: 4`."""
+        """The options that were given as text, such as `pattern: ring, period: 4`."""
         return ", ".join(f"{key}: {value}" for key, value in self.given.items())
 
     @property
@@ -96,19 +96,20 @@ class Arm:
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
-    """The results of simulations of some learners under a strategy: a candidate of every choice."""
+    """The results of simulations of some learners under a strategy, which is a candidate for the choice."""
 
     arm: Arm
     learners: int
     seconds: tuple[Seconds, ...]
     """Time of the run from one gradient of any learner to the next, for each seed."""
     waiting: float
-    """Share of a learner's time in which it waits for data or peers, exchanges included."""
+    """Share of a learner's time in which it waits for data or peers, including exchanges."""
     bytes_sent: float
     """Number of bytes that all learners together send for each gradient."""
     staleness: Counter[int]
     caution: float = 1.0
-    """Share of the speed that counts, because averaging rounds may take longer than in the simulation."""
+    """Fraction of the speed that counts. It is below 1 because averaging rounds may take longer than in the
+    simulation."""
 
     @property
     def seconds_per_gradient(self) -> Seconds:
@@ -117,7 +118,8 @@ class Prediction:
 
     @property
     def worth(self) -> float:
-        """The worth of a mini-batch relative to `allreduce`: 1 where all gradients are averaged and none is stale."""
+        """The worth of a mini-batch relative to `allreduce`. It is 1 if all gradients are averaged and none is
+        stale."""
         strategy, options = self.arm.strategy, self.arm.options
         in_parts = 1 < strategy.sync_groups(options, self.learners).size < self.learners
         is_fresh = mean_staleness(self.staleness) == 0.0 and strategy.averages_gradients(options) and not in_parts
@@ -128,7 +130,7 @@ class Prediction:
 
     @property
     def progress(self) -> float:
-        """Mini-batches per second, with caution, each counted by its worth: the quantity that is compared."""
+        """Number of mini-batches per second, with caution and weighted by their worth. This quantity is compared."""
         return self.caution * self.worth / self.seconds_per_gradient
 
 
@@ -143,41 +145,42 @@ class Machines:
     given: Mapping[str, Config] = field(default_factory=dict)
     """Sections of the cluster that replace the costs' own."""
     bandwidth: float = 1.0
-    """Factor by which links between nodes are taken to be faster."""
+    """Factor by which links between nodes are assumed to be faster."""
     compute: float = 1.0
-    """Factor by which gradients are taken to last longer."""
+    """Factor by which gradients are assumed to last longer."""
     at_once: bool = False
-    """Whether everything is taken to arrive at once."""
+    """Whether all messages are assumed to arrive at once."""
     longer: float = 1.0
-    """Factor by which measured averaging rounds are taken to last longer."""
+    """Factor by which measured averaging rounds are assumed to last longer."""
     island: Island = NO_ISLANDS
-    """How learners form islands."""
+    """Size and kind of the islands that learners form."""
     traffic: Traffic | None = None
     """Traffic between the ranks of a tensor island."""
 
     @property
     def per_node(self) -> int:
-        """Number of learners of a node."""
+        """Number of learners on a node."""
         nodes = self.given.get("nodes")
         return nodes.size if isinstance(nodes, NodeModel) else self.costs.devices_per_node
 
     def patterns(self, learners: int) -> Sequence[str]:
-        """The patterns of `adpsgd` that are worth a try, the one with the fewest messages first. A fixed ring is worth
-        it only if its rounds are faster than those of pairs. Random rings send twice as many messages as pairs, and
-        cannot be faster."""
+        """Return the patterns of `adpsgd` that are worth trying, with the pattern that sends the fewest messages first.
+        A fixed ring is worth trying only if its rounds are faster than those of pairs. Random rings send twice as many
+        messages as pairs, and cannot be faster."""
         if learners <= 2:
             return ["ring"]
         rounds = self.costs.measured.exchange_seconds if self.costs.measured else {}
         return ["pairs"] if rounds and rounds["ring"] > rounds["pairs"] else ["pairs", "ring"]
 
     def cluster(self, arm: Arm, learners: int) -> Cluster:
-        """The simulated cluster of some learners under a strategy.
+        """Return the simulated cluster of some learners under a strategy.
 
-        A cluster has one kind of link between nodes, and one inside. Means and messages were measured apart, because
-        they cost differently: learners that only average use the link of means, and super-learners use it inside.
+        A cluster has one kind of link between nodes, and one kind inside nodes. Means and messages were measured
+        separately, because their costs differ. Learners that only average use the link of means; super-learners use
+        that link inside.
 
-        Messages queue at their node's link, unless the measurements already include that wait. If nodes stand for sync
-        groups only, each learner brings a link of its own.
+        Messages queue at their node's link, unless the measurements already include that wait. If nodes only represent
+        sync groups, each learner has a separate link.
         """
         costs, num_models = self.costs, learners // self.island.size
         group, averages = arm.strategy.sync_groups(arm.options, num_models).size, arm.averages_gradients
@@ -201,7 +204,7 @@ class Machines:
         return self._assumed(Cluster.model_validate(found | dict(self.given)))
 
     def _assumed(self, cluster: Cluster) -> Cluster:
-        """The cluster with the assumptions about its links and gradients."""
+        """Return the cluster with the assumptions about its links and gradients."""
         link: dict[str, Any] = {"bandwidth": cluster.link.bandwidth * self.bandwidth}
         nodes: dict[str, Any] = {"uplink": cluster.uplink * self.bandwidth if cluster.uplink else "unlimited"}
         if self.at_once:
@@ -212,27 +215,28 @@ class Machines:
         return cluster.model_copy(update=new)
 
     def _messages(self, arm: Arm, learners: int) -> tuple[LinkModel, LinkModel | None]:
-        """The link of messages between nodes and, if it differs, the one inside; from the averaging rounds of the
-        strategy's own pattern if the learners of a run have measured them."""
+        """Return the link of messages between nodes and, if it differs, the link inside nodes. If the learners of a run
+        have measured averaging rounds of the strategy's own pattern, the links follow from these rounds."""
         costs, measured = self.costs, self.costs.measured
         if measured is None or (pattern := self._pattern(arm)) is None:
             return costs.messages, None if measured else costs.inside
         num_bytes, seconds = measured.model_bytes, measured.exchange_seconds
         if pattern != ACROSS:
             return _link(num_bytes, self.longer * seconds[pattern]), None
-        # each learner sent its share to every node that it averages with, all over one uplink
+        # each learner sent its share to every node with which it averages, and all shares used one uplink
         num_bytes *= min(2, learners // costs.devices_per_node - 1)
         return _link(num_bytes, self.longer * seconds[pattern]), _link(measured.model_bytes, seconds[INSIDE])
 
     def _pattern(self, arm: Arm) -> str | None:
-        """The measured pattern that is most like a strategy's own; None if there is none."""
+        """Return the measured pattern that is most similar to a strategy's own pattern, or None if there is none."""
         pattern = ACROSS if arm.name == "hadpsgd" else getattr(arm.options, "pattern", None)
         if self.costs.measured is None or pattern is None:
             return None
         return pattern if pattern in self.costs.measured.exchange_seconds else "ring"
 
     def slowness(self, arm: Arm) -> Stragglers:
-        """Factors by which each learner's gradients are slower than the fastest, between and during averaging rounds.
+        """Return the factors by which each learner's gradients are slower than the fastest learner's gradients, between
+        and during averaging rounds.
 
         A round is under way for a share u of a learner's time, in which the learner loses a share `lost`. Gradients
         that take g seconds without averaging then take g / (1 - lost u); with rounds of E seconds, one for each
@@ -241,7 +245,7 @@ class Machines:
         """
         measured, pattern = self.costs.measured, self._pattern(arm)
         if measured is None:
-            return self.stragglers.model_copy(update={"pauses": ()})  # they do not change a steady speed
+            return self.stragglers.model_copy(update={"pauses": ()})  # pauses do not change a steady speed
         seconds = 0.0 if pattern is None else self.longer * measured.exchange_seconds[pattern]
         period = float(getattr(arm.options, "period", 1.0))
         alone, every_lost = measured.gradient_seconds, measured.lost_to_exchanges
@@ -252,21 +256,21 @@ class Machines:
         return Stragglers(slow={rank: each / fastest for rank, each in enumerate(times) if each > LIKE * fastest})
 
     def with_slow(self, rank: int, factor: float) -> "Machines":
-        """The same machines, except that learner `rank` takes `factor` times as long for its gradients."""
+        """Return the same machines, except that learner `rank` takes `factor` times as long for its gradients."""
         slow = {**self.stragglers.slow, rank: factor}
         return replace(self, stragglers=self.stragglers.model_copy(update={"slow": slow}))
 
 
 def _link(num_bytes: int, seconds: Seconds) -> LinkModel:
-    """The link that carries `num_bytes` in `seconds`."""
+    """Return the link that carries `num_bytes` in `seconds`."""
     return LinkModel(latency=0.0, bandwidth=num_bytes / max(SHORTEST, seconds))
 
 
 def predict(arm: Arm, learners: int, machines: Machines) -> Prediction:
-    """The results of simulations of a strategy, with several seeds if times are drawn at random.
+    """Return the results of simulations of a strategy, with several seeds if times are drawn at random.
 
-    If the learners of a run have measured rounds, the progress is the mean of two: with rounds as measured, and with
-    longer ones, because measuring is short, and rounds are not all the same.
+    If the learners of a run have measured rounds, the progress is the mean of two simulations, one with rounds as
+    measured and one with longer rounds, because measuring is short and rounds differ.
     """
     cluster, jitter = machines.cluster(arm, learners), machines.slowness(arm).jitter
     is_random = cluster.compute.distribution != "constant" or max(cluster.link.jitter, jitter) > 0.0
@@ -284,12 +288,13 @@ def predict(arm: Arm, learners: int, machines: Machines) -> Prediction:
 
 
 def simulate(arm: Arm, learners: int, machines: Machines, seed: int = 0, rounds: int | None = None) -> Prediction:
-    """The steady speed of a strategy: that of the second half of a simulation.
+    """Return the steady speed of a strategy, which is the speed in the second half of a simulation.
 
-    The beginning of a run, and its end, where learners wait for the last of them, are in both simulations, of the first
-    half and of the whole, and cancel out. If both end with the same gradient of the slowest learner, the speed is the
-    sum of the learners' own paces. `rounds` is the number of gradients that each learner makes in a half, or a few
-    more: a strategy that does something every H steps is simulated for whole periods. A warm-up is left out.
+    Two simulations are run, one of the first half and one of the whole. Both contain the beginning of a run and its
+    end, where learners wait for the last learner, so that these cancel out. If both simulations end with the same
+    gradient of the slowest learner, the speed is the sum of the learners' own paces. `rounds` is the number of
+    gradients that each learner computes in a half. It may be increased slightly, because a strategy that acts every H
+    steps is simulated for whole periods. A warm-up is left out.
     """
     each = rounds or max(FEWEST_ROUNDS, min(MOST_ROUNDS, GRADIENTS // learners))
     each = max(each, CYCLES * int(getattr(arm.options, "period", 1)))
@@ -312,7 +317,7 @@ def simulate(arm: Arm, learners: int, machines: Machines, seed: int = 0, rounds:
 
 
 def run(arm: Arm, learners: int, machines: Machines, steps: int, seed: int = 0) -> TimingOutcome:
-    """A simulation of `steps` gradients, without the warm-up of a strategy."""
+    """Run a simulation of `steps` gradients without the warm-up of a strategy."""
     num_bytes, cluster = machines.costs.job.model_bytes // 4 * 4, machines.cluster(arm, learners)
     options, slowness, island, traffic = arm.options, machines.slowness(arm), machines.island, machines.traffic
     if getattr(options, "warm_up", 0):
@@ -330,9 +335,9 @@ def run(arm: Arm, learners: int, machines: Machines, steps: int, seed: int = 0) 
 
 
 def bisect(holds: Callable[[float], object], low: float, high: float) -> float:
-    """The place between `low` and `high`, both positive, at which `holds` changes, within 3 %.
+    """Return the value between `low` and `high`, both positive, at which `holds` changes, within 3 %.
 
-    `holds` must differ at the two ends; it may be true at either.
+    `holds` must differ at the two ends. It may be true at either end.
     """
     at_low = holds(low)
     while max(high / low, low / high) > 1.03:

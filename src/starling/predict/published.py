@@ -1,4 +1,5 @@
-"""The published training times of SWB2000 beside predictions, from data sheets and one number fitted on one row."""
+"""Comparison of the published training times of SWB2000 with predictions. The predictions use data sheets, and one
+number that was fitted to one row."""
 
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -12,8 +13,8 @@ COMMAND = "starling plan --published"
 TEMPLATE = Path(__file__).parent / "published.md"
 MOST_ITERATIONS = 20
 ROUNDS = 4
-"""Number of gradients of a device in half a simulation: devices are alike, and their pace is steady from the
-beginning."""
+"""Number of gradients of a device in half a simulation. It can be small because devices are equal, and their pace is
+steady from the beginning."""
 EPOCHS = 16
 UTTERANCE_WINDOWS = 34_300_000
 """Number of sub-sequences of 21 frames in an epoch, which has 2,000 hours of frames of 10 ms."""
@@ -24,16 +25,16 @@ tied states."""
 
 
 def network_weights() -> int:
-    """The number of weights of the published network: LSTM layers with two biases per gate, a bottleneck, an output
-    layer."""
+    """Return the number of weights of the published network, which has LSTM layers with two biases per gate, a
+    bottleneck and an output layer."""
     sizes = [INPUT, *[2 * UNITS] * (LAYERS - 1)]
     recurrent = sum(2 * 4 * UNITS * (size + UNITS + 2) for size in sizes)
     return recurrent + (2 * UNITS + 1) * BOTTLENECK + (BOTTLENECK + 1) * STATES
 
 
 def flops_per_sequence() -> float:
-    """Number of operations of forward and backward of one sub-sequence: 6 for each weight and frame (2 forward, 4
-    backward)."""
+    """Return the number of operations of forward and backward for one sub-sequence, which is 6 for each weight and
+    frame (2 forward, 4 backward)."""
     return 6.0 * network_weights() * FRAMES
 
 
@@ -54,14 +55,14 @@ class Published:
     """Number of sequences in a mini-batch of one device."""
 
     def costs(self, efficiency: float) -> Costs:
-        """The costs that a simulation needs, at a share of the peak."""
+        """Return the costs that a simulation needs, at a fraction of the peak."""
         preset = find_preset(self.preset).model_copy(update={"efficiency": efficiency})
         return preset.costs(job_of(self.batch), self.preset)
 
     def hours_at(self, efficiency: float) -> float:
-        """The predicted hours, at a share of the peak."""
+        """Return the predicted hours, at a fraction of the peak."""
         costs = self.costs(efficiency)
-        seconds = costs.compute.seconds / self.devices  # of the run for each gradient of any device
+        seconds = costs.compute.seconds / self.devices  # time of the run for each gradient of any device
         if self.strategy is not None:
             found = simulate(Arm.of(self.strategy), self.devices, Machines(costs), rounds=ROUNDS)
             seconds = found.seconds_per_gradient
@@ -74,12 +75,12 @@ class Published:
 
     @property
     def error(self) -> float:
-        """The relative error: predicted / published - 1."""
+        """The relative error, predicted / published - 1."""
         return self.predicted / self.hours - 1.0
 
 
 WHOLE: dict[str, Any] = {"piece_megabytes": 256}
-"""Options under which the model travels in one piece."""
+"""Options under which the model is sent in one piece."""
 RING, RANDOM = ({"name": "adpsgd", "pattern": pattern, **WHOLE} for pattern in ("ring", "random"))
 HYBRID = {"name": "hadpsgd", "per_node": 8, "pattern": "ring", **WHOLE}
 _SHORTER = "; the published time is also shorter than linear scaling from the fitted row"
@@ -103,7 +104,7 @@ ROWS = (
 
 
 def job_of(batch: int) -> JobFacts:
-    """The published network and data, with mini-batches of `batch` sequences on each device."""
+    """Return the facts of the published network and data, with mini-batches of `batch` sequences on each device."""
     return JobFacts(
         trains="the BLSTM acoustic model of SWB2000",
         model_bytes=4 * network_weights(),
@@ -114,10 +115,10 @@ def job_of(batch: int) -> JobFacts:
 
 @cache
 def fitted_efficiency() -> float:
-    """The share of the peak at which the prediction meets the fitted row: the only number that is fitted."""
+    """Return the fraction of the peak at which the prediction meets the fitted row. It is the only fitted number."""
     efficiency = 0.2
     for _ in range(MOST_ITERATIONS):
-        ratio = FITTED.hours_at(efficiency) / FITTED.hours  # hours fall about as 1 / efficiency
+        ratio = FITTED.hours_at(efficiency) / FITTED.hours  # hours are about proportional to 1 / efficiency
         efficiency = min(1.0, efficiency * ratio)
         if abs(ratio - 1.0) < 1e-4:
             break
@@ -125,7 +126,7 @@ def fitted_efficiency() -> float:
 
 
 def page() -> str:
-    """The page of published and predicted hours, in Markdown."""
+    """Return the page of published and predicted hours in Markdown."""
     comparable = [row for row in ROWS if not row.not_comparable and row is not FITTED]
     worst = max(comparable, key=lambda row: abs(row.error))
     return TEMPLATE.read_text(encoding="utf-8").format(

@@ -1,5 +1,5 @@
-"""The statistics of learners: of one learner from the reports of its gradients, and of all in one line for each epoch.
-Lines count epochs and batches from 1."""
+"""The statistics of learners. Those of one learner come from the reports of its gradients; those of all learners are
+combined in one line for each epoch. Lines count epochs and batches from 1."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _MUCH = 5.0
 """Percentage points by which a learner's share of time spent computing must be below that of all learners for the
 learner to be named."""
 _EPOCHS_BEHIND = 2
-"""Number of epochs behind another learner from which a learner is not waited for."""
+"""Number of epochs by which a learner may be behind another learner before reports no longer wait for it."""
 
 
 def merged(group: Iterable[Stretch]) -> Stretch:
-    """Several stretches as one."""
+    """Merge several stretches into one."""
     every = Stretch()
     for each in group:
         every.add(each)
@@ -36,20 +36,20 @@ def merged(group: Iterable[Stretch]) -> Stretch:
 
 
 class Tally:
-    """Adds up the work of one learner. Readers keep copies of `all`, and report what has been added since."""
+    """Adds up the work of one learner. Readers keep copies of `all`, and report the work that was added later."""
 
     def __init__(self) -> None:
         self.all = self._epoch_began = Stretch()
         self.ended: EpochReport | None = None
         """Epoch that has ended since the last gradient, if any."""
-        self._num_done = 0  # mini-batches of all learners at its end
+        self._num_done = 0  # number of mini-batches of all learners at the end of that epoch
         self._last: StepReport | None = None
         self._booked: Mapping[str, Seconds] = {}  # the part of `all` that was spent in the epoch under way
 
     def add(self, report: StepReport) -> None:
-        """Count one gradient, and the time since the one before."""
+        """Count one gradient, and the time since the previous gradient."""
         end, last, self.ended = 60.0 * report.minutes, self._last, None
-        if last is None:  # when its first gradient began is not known
+        if last is None:  # the time at which the first gradient began is unknown
             self.all.learner, self.all.end = report.rank, end
         else:
             self.all.audio += report.audio_seconds
@@ -66,13 +66,13 @@ class Tally:
         self._last = report
 
     def end_epoch(self, report: EpochReport, num_done: int) -> None:
-        """Count the rest of an epoch, up to which all learners have done `num_done` mini-batches."""
+        """Count the rest of an epoch. By the end of the epoch, all learners have done `num_done` mini-batches."""
         self._book(report.spent)
         self.all.add(Stretch(report.rank, **_agreed(report)))
         self.ended, self._num_done, self._booked = report, num_done, {}
 
     def progress(self, before: Stretch) -> Progress:
-        """The progress since `all` was `before`, and in the epoch."""
+        """Return the progress since `all` was `before`, and the progress in the epoch."""
         progress = Progress(self.all.learner, self.all.since(before), self.all.since(self._epoch_began))
         if (last := self._last) is not None:
             progress = replace(
@@ -104,7 +104,7 @@ class Tally:
 
 
 def _agreed(report: EpochReport) -> dict[str, Any]:
-    """The fields that are counted when an epoch ends."""
+    """Return the fields that are counted when an epoch ends."""
     return {**vars(report.averaging), "num_not_finite": report.num_not_finite}
 
 
@@ -124,11 +124,12 @@ class Score:
     line: str
     """Both rates in Kaldi's format."""
     verdict: str = ""
-    """Why the model does not work, and what to do; empty if it works, or it is too early to tell."""
+    """Reason why the model does not work, and the remedy. The text is empty if the model works, or if it is too early
+    to tell."""
 
     @property
     def trained(self) -> str:
-        """How long the model was trained, as text."""
+        """The amount of training of the model as text."""
         return f"epoch {self.epochs}" if self.epochs is not None else f"{self.steps} steps"
 
     @property
@@ -142,7 +143,7 @@ class EpochSummary:
     """The combined statistics of an epoch."""
 
     ends: tuple[Progress, ...]
-    """Ends of the epoch as each learner has reported them, in order of `learner_id`."""
+    """Ends of the epoch that the learners have reported, in order of `learner_id`."""
     missing: tuple[int, ...] = ()
     """Members that are too far behind and have not reported the epoch."""
 
@@ -222,7 +223,7 @@ def _fields_of(work: Stretch) -> dict[str, Any]:
 
 
 def by_staleness(counts: Mapping[int, int]) -> list[int]:
-    """The number of gradients with a staleness of 0, 1, 2, … up to the largest one, at most `FAR`."""
+    """Return the number of gradients with a staleness of 0, 1, 2, … up to the largest staleness, at most `FAR`."""
     by_number = [0] * (1 + min(FAR, max(counts, default=-1)))
     for value, count in counts.items():
         by_number[min(value, FAR)] += count
@@ -230,11 +231,11 @@ def by_staleness(counts: Mapping[int, int]) -> list[int]:
 
 
 def ended_epochs(roster: Roster, after: int, is_over: bool = False) -> Iterator[EpochSummary]:
-    """The epochs after epoch `after` that have ended, in order.
+    """Yield the epochs after epoch `after` that have ended, in order.
 
-    An epoch has ended when every member has reported it or a later one; a learner that is `_EPOCHS_BEHIND` epochs
-    behind another one is not waited for, and its statistics are then only in its own log. If the run `is_over`, no
-    learner is waited for.
+    An epoch has ended when every member has reported it or a later epoch. A learner that is `_EPOCHS_BEHIND` epochs
+    behind another learner is ignored; its statistics are then only in its own log. If the run `is_over`, no learner has
+    to report.
     """
     last = {learner: each.epochs[-1].epoch for learner, each in roster.learners.items() if each.epochs}
     newest = max(last.values(), default=-1)
@@ -296,14 +297,15 @@ def agreement(work: Stretch) -> Iterator[str]:
 
 
 class Advice:
-    """Advice for those of `world` learners that wait for a large part of an epoch, each piece once."""
+    """Advice for learners, out of `world` learners, that wait for a large part of an epoch. Each piece of advice is
+    given once."""
 
     def __init__(self, world: int) -> None:
         self._world = world
         self._given: set[str] = set()
 
     def line(self, progress: Progress) -> str | None:
-        """A piece of advice with its reason, if there is one that has not been given."""
+        """Return a piece of advice that has not been given, with its reason, or None if there is none."""
         work = progress.so_far
         for_data, for_peers = share(work, "waiting_for_data"), share(work, "waiting_for_peers")
         what, part = ("data", for_data) if for_data > for_peers else ("peers", for_peers)

@@ -1,4 +1,5 @@
-"""Goodput: the share of the machines' time that computed gradients which are in the model, and what took the rest."""
+"""Goodput, which is the share of the machines' time that was spent on gradients that the model includes, and the causes
+of the lost time."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ Seconds = float
 
 @dataclass(frozen=True)
 class Goodput:
-    """Where the time of all machines of a run went, in seconds on the engine's clock."""
+    """The use of the time of all machines of a run, in seconds on the engine's clock."""
 
     machines: Seconds
     """Time for which the learners' processes existed, summed over all of them."""
@@ -46,10 +47,10 @@ class Goodput:
 
 
 def goodput_of(roster: Roster, num_done: Mapping[int, int] | None = None) -> Goodput | None:
-    """The goodput of a run so far; None before a learner has reported work.
+    """Return the goodput of a run so far, or None before a learner has reported work.
 
-    `num_done` has, by learner, the number of its mini-batches that count as done; without it, all that were computed
-    are taken to be done.
+    `num_done` contains, for each learner, the number of its mini-batches that count as done. Without it, all computed
+    mini-batches count as done.
     """
     useful = lost = peers = data = machines = entering = 0.0
     with roster.lock:

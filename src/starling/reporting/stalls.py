@@ -1,7 +1,7 @@
-"""Explains why a run is stalled: which learners wait for which others, since when, and what those did last.
+"""Explains why a run is stalled: which learners wait for which others, since when, and the others' last activity.
 
-A learner knows what it waits for, but not which learner is late in a mean over several. The launcher does: it is the
-learner that takes part in the mean and is not waiting in it.
+A learner knows for what it waits, but not which learner is late in a mean over several learners. The launcher can
+identify the late learner, which takes part in the mean but is not waiting in it.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Stalls:
         return told
 
     def _begun(self, waiting: Mapping[int, Stall]) -> Iterator[_Episode]:
-        """The unusual waits that belong to no stall yet, each as a stall."""
+        """Yield each unusual wait that belongs to no stall yet as a new stall."""
         known = {(learner, number) for episode in self._episodes for learner, number in episode.waits.items()}
         for own, wait in waiting.items():
             if (own, wait.number) not in known and wait.is_unusual(self._long_seconds, TIMES_AS_LONG):
@@ -93,7 +93,7 @@ class Stalls:
 
 
 def explain(waiters: Sequence[int], roster: Roster, logs: Path) -> str:
-    """A line that says why these learners are stalled. Learners that no longer wait are ignored."""
+    """Return a line that says why these learners are stalled. Learners that no longer wait are ignored."""
     waits = {waiter: wait for waiter in waiters if (wait := roster.learners[waiter].attempt.wait)}
     starved = sorted(waiter for waiter, wait in waits.items() if wait.what == DATA)
     waiters = starved or sorted(waits)

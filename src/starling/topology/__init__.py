@@ -1,4 +1,4 @@
-"""Which learners average in each round: mixing patterns, their matrices and spectra.
+"""Mixing patterns, which say which learners average in each round, with their matrices and spectra.
 
 A mixing matrix T `[L, L]` has one column for each learner: column l holds the weights with which learner l mixes all
 learners' models (W <- W T). It conserves the mean if it is doubly stochastic: no entry is negative, and all rows and
@@ -28,15 +28,16 @@ from starling.registry import Registry
 
 Matrix = NDArray[np.float64]
 Function = Callable[[int, int, int], Mapping[int, float]]
-"""Returns, as `function(round, rank, world)`, the learners that `rank` mixes in `round`, each with its weight."""
+"""Function whose call `function(round, rank, world)` returns the learners that `rank` mixes in `round`, each with its
+weight."""
 TOLERANCE = 1e-12
 """Largest rounding error accepted in sums of weights."""
 
 
 class Topology(ABC):
-    """Which learners mix whose models in each round: the T_k of W <- W T_k, as each learner's sources and targets.
+    """A mixing pattern, which gives the matrices T_k of W <- W T_k in the form of each learner's sources and targets.
 
-    The methods are pure functions of round and rank, so learners agree without communication, and may ask for rounds in
+    The methods are pure functions of round and rank, so learners agree without communication, and may query rounds in
     any order.
 
     Args:
@@ -54,26 +55,29 @@ class Topology(ABC):
         if world < 1:
             raise ConfigError(f"topology: {world} learners; a topology needs at least 1")
         self.world = world
-        """L, the number of learners."""
+        """Number of learners, L."""
 
     @abstractmethod
     def sources(self, round: int, rank: int) -> Mapping[int, float]:
-        """The learners whose models `rank` mixes into its own in `round`, each with its weight, ascending by rank.
+        """Return the learners whose models `rank` mixes into its own in `round`, each with its weight, in ascending
+        order of rank.
 
-        Its own weight is 1 minus their sum. The mapping is empty if it does not take part in the round.
+        The weight of the learner's own model is 1 minus the sum of these weights. The mapping is empty if the learner
+        does not take part in the round.
         """
 
     @abstractmethod
     def targets(self, round: int, rank: int) -> Sequence[int]:
-        """The learners that mix the model of `rank` into their own in `round`, ascending."""
+        """Return the learners that mix the model of `rank` into their own in `round`, in ascending order."""
 
     def kept(self, round: int, rank: int) -> float:
-        """The share of its own model that `rank` keeps in `round`: 1 minus the weights with which others mix it. Where
-        averaging conserves the mean, it is also its own weight."""
+        """Return the share of its own model that `rank` keeps in `round`, which is 1 minus the weights with which other
+        learners mix that model. If averaging conserves the mean, this is also the weight of its own model."""
         return max(0.0, 1.0 - sum(self.sources(round, peer)[rank] for peer in self.targets(round, rank)))
 
     def matrix(self, round: int) -> Matrix:
-        """The matrix T of `round`, `[L, L]`: column l holds the weights with which learner l mixes all models."""
+        """Return the matrix T of `round`, `[L, L]`. Column l contains the weights with which learner l mixes all
+        models."""
         mixing = np.zeros((self.world, self.world))
         for rank in range(self.world):
             taken = self.sources(round, rank)
@@ -93,9 +97,10 @@ _ROUNDS_KEPT = 2048  # 2 KB each for 128 learners; an evicted permutation is dra
 
 @lru_cache(maxsize=_ROUNDS_KEPT)
 def _permutation(world: int, seed: int, purpose: str, round: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A uniform permutation for one round: the learner at each place, and the place of each learner.
+    """Return a uniform permutation for one round, as the learner at each place, and the place of each learner.
 
-    It sorts by `random.random()`, whose sequence Python guarantees for a given seed, so learners agree across versions.
+    Learners are sorted by `random.random()`, whose sequence Python guarantees for a given seed, so that learners agree
+    across versions of Python.
     """
     generator = random.Random(derive_seed(seed, "topology", purpose, round))
     keys = [generator.random() for _ in range(world)]
@@ -107,12 +112,13 @@ def _permutation(world: int, seed: int, purpose: str, round: int) -> tuple[tuple
 
 
 Others = Callable[[int, int, int, int], Iterable[int]]
-"""Returns, as `others(round, rank, world, seed)`, the learners that one learner mixes, itself included or not."""
+"""Function whose call `others(round, rank, world, seed)` returns the learners that a learner mixes, with or without
+itself."""
 
 
 class Alike(Topology):
-    """A topology in which each learner mixes its `neighbours` with equal weights; the learners `mix_it` (by default,
-    its neighbours) mix its model."""
+    """A topology in which each learner mixes its `neighbours` with equal weights. The learners in `mix_it`, by default
+    its neighbours, mix its model."""
 
     def __init__(
         self, world: int, neighbours: Others, seed: int = 0, period: int | None = None, mix_it: Others | None = None
@@ -178,8 +184,8 @@ class _Lazy(Topology):
 
 
 def lazy(topology: Topology) -> Topology:
-    """A topology that makes half of each change: (I + T_k) / 2, which has no negative eigenvalue if T_k is
-    symmetric."""
+    """Return a topology that applies half of each change. Its matrices are (I + T_k) / 2, which have no negative
+    eigenvalue if T_k is symmetric."""
     return _Lazy(topology)
 
 
@@ -354,7 +360,8 @@ class _Custom(Topology):
 
 
 def is_connected(topology: Topology, rounds: int) -> bool:
-    """Whether the first `rounds` rounds, repeated, bring every learner's changes to every other, along directions."""
+    """Return whether the first `rounds` rounds, if they are repeated, bring the changes of every learner to every other
+    learner along the directions of the graph."""
     links = np.eye(topology.world, dtype=bool)  # from row to column
     for k in range(rounds):
         for rank in range(topology.world):
@@ -367,13 +374,14 @@ def is_connected(topology: Topology, rounds: int) -> bool:
 def custom(world: int, function: Function, rounds: int | None = None, is_balanced: bool = True) -> Topology:
     """A topology from a function: `function(round, rank, world)` returns the learners that `rank` mixes, with weights.
 
-    A learner's own weight is 1 minus those of its peers; peers of weight 0 count as absent. The function must be pure:
-    each learner calls it for all ranks. Every round's matrix is checked to be doubly stochastic when it is first
-    needed. The first `rounds` (default: 64, or 2 L if that is more) are checked immediately, and must connect all
-    learners.
+    A learner's own weight is 1 minus the weights of its peers; peers of weight 0 count as absent. The function must be
+    pure, because each learner calls it for all ranks. The matrix of a round is checked to be doubly stochastic when it
+    is first needed. The first `rounds` rounds (default: 64, or 2 L if that is more) are checked immediately, and must
+    connect all learners.
 
-    If it is not `is_balanced`, for push-sum, only the sum is conserved: others' weights for a learner must sum to less
-    than 1, and what is left is its own weight. Directions count: from each learner a path must lead to every other.
+    With `is_balanced` False, which is for push-sum, only the sum is conserved. The weights with which other learners
+    mix a learner must then sum to less than 1; the rest is the learner's own weight. Directions count: from each
+    learner a path must lead to every other learner.
 
     Raises:
         ConfigError: The pattern is not doubly stochastic, not connected or not pure; the message names the function.
@@ -431,23 +439,24 @@ _ROUNDS_AVERAGED = 1024
 
 
 def identity(world: int) -> Matrix:
-    """The matrix under which no learner averages with another, `[L, L]`."""
+    """Return the matrix `[L, L]` under which no learner averages with another."""
     return np.eye(world)
 
 
 def complete(world: int) -> Matrix:
-    """The matrix under which all learners average with equal weights 1/L, `[L, L]`."""
+    """Return the matrix `[L, L]` under which all learners average with equal weights 1/L."""
     return np.full((world, world), 1.0 / world)
 
 
 def is_doubly_stochastic(mixing: Matrix, tolerance: float = TOLERANCE) -> bool:
-    """Whether a mixing matrix conserves the mean."""
+    """Return whether a mixing matrix conserves the mean."""
     sums = np.concatenate([mixing.sum(axis=0), mixing.sum(axis=1)])
     return bool((mixing >= -tolerance).all() and np.allclose(sums, 1.0, rtol=0.0, atol=tolerance))
 
 
 def spectral_gap(mixing: Matrix) -> float:
-    """1 - max |lambda| over the eigenvalues except the mean's: with 1 one round mixes completely, with 0 none does.
+    """Return 1 - max |lambda| over the eigenvalues except that of the mean. If the result is 1, one round mixes
+    completely; if it is 0, no number of rounds does.
 
     Args:
         mixing: A doubly stochastic matrix `[L, L]`.
@@ -463,7 +472,7 @@ def spectral_gap(mixing: Matrix) -> float:
 
 
 def mixing_product(topology: Topology, rounds: int, first: int = 0) -> Matrix:
-    """The product of the matrices of `rounds` rounds from round `first` on, `[L, L]`: T_first T_(first+1) ..."""
+    """Return the product `[L, L]` of the matrices of `rounds` rounds from round `first` on: T_first T_(first+1) ..."""
     product = identity(topology.world)
     for k in range(first, first + rounds):
         product = product @ topology.matrix(k)
@@ -471,13 +480,14 @@ def mixing_product(topology: Topology, rounds: int, first: int = 0) -> Matrix:
 
 
 def expected_contraction(topology: Topology, rounds: int | None = None) -> float:
-    """The factor by which a round shrinks the expected consensus distance in the slowest mode, without gradients.
+    """Return the factor by which a round reduces the expected consensus distance in the slowest mode, without
+    gradients.
 
     Equation::
 
         max eigenvalue of  mean_k T_k T_k^T  orthogonal to the mean
 
-    With X `[P, L]` the deviations from the mean, a round turns |X|^2 into |X T_k|^2 = trace(X T_k T_k^T X^T). With
+    With X `[P, L]` the deviations from the mean, a round changes |X|^2 to |X T_k|^2 = trace(X T_k T_k^T X^T). With
     factor 0 learners agree after one round, with 1 never. If rounds are drawn independently, the factors of successive
     rounds multiply. The rounds of `exponential` are not independent: together they contract far more than the product
     of their factors (`mixing_product`).

@@ -1,4 +1,5 @@
-"""One learner's training, the same on every engine: claims, gradients, epochs, checkpoint barriers, reports."""
+"""The training of one learner, which is the same on every engine: claims, gradients, epochs, checkpoint barriers and
+reports."""
 
 import math
 import threading
@@ -37,34 +38,36 @@ class BatchSource(Protocol):
     """The source of one learner's mini-batches. Claims are numbered from 0."""
 
     def next(self, claim: int) -> Sequence[Loaded] | None:
-        """The tickets of this learner in its next portion with their mini-batches; None once the budget in steps or
-        epochs is spent."""
+        """Return the tickets of this learner in its next portion, with their mini-batches, or None once the budget in
+        steps or epochs is spent."""
 
     def agreed_seconds(self, claim: int) -> float:
-        """The time of a claim on the engine's clock, the same for all learners of the sync group."""
+        """Return the time of a claim on the engine's clock. It is the same for all learners of the sync group."""
 
     def reach(self, portion: int) -> None:
-        """Wait until it is known whether there is a checkpoint barrier before `portion`. Called by any thread."""
+        """Wait until it is known whether there is a checkpoint barrier before `portion`. Any thread may call this
+        method."""
 
     def done(self, ticket: Ticket) -> None:
-        """Record that a mini-batch is done: the strategy has used its gradient."""
+        """Record that a mini-batch is done, which means that the strategy has used its gradient."""
 
 
 class CourseLearner(ReplicaLearner):
     """A learner that trains on the tickets of a workload, from its first claim to the end of a membership, on every
     engine. It begins in the state of its `life`.
 
-    An engine's learner first makes the attributes below. Its `rank` and `world` are those that the strategy sees; the
-    constructor takes its rank and their number among all learners of the membership, which differ with islands.
+    An engine's learner first sets the attributes below. Its `rank` and `world` are those that the strategy sees. The
+    constructor takes the rank among all learners of the membership, and their number; with islands, these differ from
+    `rank` and `world`.
     """
 
     batches: BatchSource
     rounds: Rounds
     cut_agreement: CutAgreement
-    """Agreement on cuts: states at checkpoint barriers are saved once the states of all learners have the same
+    """Agreement on cuts. A state at a checkpoint barrier is saved once the states of all learners include the same
     averaging rounds."""
     shard_of_island: ShardOfIsland | None = None
-    """The part of the model that the learner's weights hold; None if they hold all of it."""
+    """Part of the model that the learner's weights hold; None if they hold the whole model."""
     now: Callable[[], float]
     """Seconds since the membership began, on the engine's clock."""
 
@@ -75,15 +78,15 @@ class CourseLearner(ReplicaLearner):
         job.validate(world)
         self.job, self.life, self.tickets, self.most_not_finite = job, life, tickets, job.most_not_finite
         self.barriers = Barriers(tickets, job.checkpoint_every)
-        self._ahead: deque[Barrier] = deque()  # reached by a push of another learner's, and not passed
+        self._ahead: deque[Barrier] = deque()  # barriers that another learner's push has reached, but not passed here
         self._reaching = threading.Lock()
-        self.num_done = 0  # claims of this learner
+        self.num_done = 0  # number of this learner's claims that are done
         self.newest_claim: Sequence[Loaded] = ()  # the claimed tickets with their mini-batches
         self.unused: frozenset[int] = frozenset()  # the numbers of the parameters that the newest gradient left out
         self.is_recorded_saving = life.script is None or life.script.saves
-        """Whether copying states is among the learner's turns."""
+        """Whether the copying of states takes turns in the learner's order."""
         self.recorded = None if life.script is None else life.script.claimed(tickets)
-        """The portions that the learner claims if it keeps to a record, each with the training time of its claim."""
+        """The portions that the learner claims if it follows a record, each with the training time of its claim."""
         self._observer = observer
         if observer.records:
             tell = partial(observer.on_event, life.name, "turns")
@@ -94,12 +97,12 @@ class CourseLearner(ReplicaLearner):
         self.claimers = sync_groups.of(rank)  # the learners that claim mini-batches together
         self._rank, self._world = rank, world
         self._weight = tickets.weight(rank - self.claimers.start)
-        self._is_reporting = rank % job.island.tensor == 0  # for all that compute its mini-batches
+        self._is_reporting = rank % job.island.tensor == 0  # for all learners that compute its mini-batches
         # learners save at once if the model is in memory that they share or on a server that adds gradients
         is_cut = job.strategy.steps_itself and observer.saves and not replica.weights.is_meta
         is_cut = is_cut and sync_groups.size < sync_groups.num_workers
         self.cuts = self.rounds.cuts = Cuts(replica, self.cut_agreement, self.is_recorded_saving) if is_cut else None
-        """States at checkpoint barriers that are not saved yet."""
+        """States at checkpoint barriers that have not been saved yet."""
         if self.cuts is not None:
             self.cuts.on_cut = lambda barrier, cut, turn: observer.on_event(
                 life.name, "cut", barrier=barrier, round=cut, turn=turn
@@ -107,9 +110,9 @@ class CourseLearner(ReplicaLearner):
         if job.strategy.compresses_gradients(job.options):
             replica.sometimes_unused.update(range(len(replica.parameters)))
         self._minutes_before = start.minutes if start else 0.0
-        self._loss = 0.0  # of the newest gradient
-        self._losses: tuple[float, ...] = ()  # of its mini-batches, where there are several
-        self._open: deque[Sequence[Loaded]] = deque()  # claimed and not done
+        self._loss = 0.0  # loss of the newest gradient
+        self._losses: tuple[float, ...] = ()  # losses of its mini-batches, if there are several
+        self._open: deque[Sequence[Loaded]] = deque()  # claimed tickets that are not done
         self._epochs = self._fraction = 0.0
         self._rate = (
             0.0  # the learning rate of the claimed mini-batch, in units of its peak; before that, of the newest step
@@ -130,7 +133,8 @@ class CourseLearner(ReplicaLearner):
             self._rate = replica.newest_factor
 
     def record_membership(self, membership: Membership, plan: MembershipStart) -> None:
-        """Record the membership that begins, where this learner computes, and the weights with which it begins."""
+        """Record the membership that begins, the arithmetic of this learner's device, and the weights with which it
+        begins."""
         self._observer.on_event(
             self.life.name,
             "membership",
@@ -145,25 +149,25 @@ class CourseLearner(ReplicaLearner):
 
     @property
     def sums_in_order(self) -> bool:
-        """Whether the learners' gradients are summed in the order of ranks, and not as a backend does."""
+        """Whether the learners' gradients are added in rank order. A backend may add them in a different order."""
         return True
 
     @property
     @abstractmethod
     def is_behind(self) -> bool:
-        """Whether the learner's background calls."""
+        """Whether the caller is the learner's background."""
 
     @abstractmethod
     def named_buffers(self) -> dict[str, Tensor]:
-        """The model's buffers."""
+        """Return the model's buffers by name."""
 
     @abstractmethod
     def suffer(self, fault: Fault) -> None:
         """Carry out an injected fault."""
 
     def consensus_distance(self) -> float | None:
-        """(1/L) sum_l |w_l - mean|^2; None if the engine does not know it, because it requires all learners'
-        weights."""
+        """Return (1/L) sum_l |w_l - mean|^2, or None if the engine does not know it, because it requires the weights of
+        all learners."""
         return None
 
     @property
@@ -177,7 +181,7 @@ class CourseLearner(ReplicaLearner):
         return torch.tensor([self._rate, self._portion], dtype=torch.float64)
 
     def _set_rates(self, optimizer: Optimizer, peaks: Sequence[float], step_metadata: Tensor, scale: float) -> None:
-        """Set the learning rates of a shard's optimizer."""
+        """Set the learning rates of a model shard's optimizer."""
         factor, portion = step_metadata.tolist()
         if self.cuts is not None:
             self.batches.reach(int(portion))
@@ -201,8 +205,8 @@ class CourseLearner(ReplicaLearner):
             self._finish_ticket()
 
     def _is_own(self, gradient: Tensor) -> bool:
-        """Whether this is the newest gradient of this learner alone, and no mean. With batch shares, the step is then
-        scaled by the learner's share, because an optimizer such as Adam ignores a gradient's scale."""
+        """Return whether this is the newest gradient of this learner alone, and not a mean. With batch shares, the step
+        is then scaled by the learner's share, because an optimizer such as Adam ignores a gradient's scale."""
         is_mean = self.is_averaged or self.job.strategy.averages_gradients(self.job.options)
         return not is_mean and gradient.data_ptr() == self.replica.gradients.data_ptr()
 
@@ -257,12 +261,12 @@ class CourseLearner(ReplicaLearner):
         return True
 
     def _make_order(self, tell: Callable[[str], None]) -> Order:
-        """The order of the learner's activities, whose turns it tells."""
+        """Create the order of the learner's activities. The order passes its turns to `tell`."""
         return RecordedOrder(lambda: self.is_behind, tell)
 
     def minutes_of_claim(self) -> float | None:
-        """The training time of the claim that is under way, the same for all learners of the sync group; None if no
-        budget depends on time."""
+        """Return the training time of the claim that is under way, or None if no budget depends on time. The time is
+        the same for all learners of the sync group."""
         if self.job.budget.minutes is None:
             return None
         if self.recorded is not None:
@@ -276,14 +280,14 @@ class CourseLearner(ReplicaLearner):
         return self.claimed()
 
     def claimed(self) -> Sequence[Loaded]:
-        """The claimed tickets and their mini-batches: one unless learners have batch shares."""
+        """Return the claimed tickets and their mini-batches. There is one ticket unless learners have batch shares."""
         if not self.newest_claim:
             raise ProtocolError(f"learner {self._rank} asked for a gradient before it claimed a mini-batch")
         return self.newest_claim
 
     def end_membership(self, membership: int) -> None:
-        """Save in the learner's `Life` what it needs in the next membership, after membership number `membership` has
-        ended."""
+        """Save in the learner's `Life` the state that it needs in the next membership, after membership number
+        `membership` has ended."""
         self.order.left()
         counts = counted(self.replica.strategy_state)
         self.life.past = Past(membership, self.num_done, self._minutes, counts)
@@ -291,8 +295,8 @@ class CourseLearner(ReplicaLearner):
         self.statistics.seconds = self.now() - self._epoch_begin
 
     def finish(self, num_portions: int, undone: Collection[int] = ()) -> LearnerState:
-        """Report the end of the run, and return the final state. Of the `num_portions` that all learners claimed, all
-        except the `undone` ones are done."""
+        """Report the end of the run, and return the final state. Of the `num_portions` portions that all learners
+        claimed, all except those in `undone` are done."""
         self.order.flush()
         self.barriers.end_at(num_portions)
         self._run_end = num_portions
@@ -306,12 +310,12 @@ class CourseLearner(ReplicaLearner):
         return state
 
     def state(self, position: Position, epochs_ended: int | None = None) -> LearnerState:
-        """This learner's state for continuing from `position`. Call between two mini-batches; it shares memory with the
-        learner."""
+        """Return this learner's state for continuing from `position`. The state shares memory with the learner. Call
+        this method between two mini-batches."""
         weights, shards = self.replica.on_host(), tuple(shard.state() for shard in self.own_shards.held)
         under_shards = None
         if shards:
-            if self.is_worker and self.job.strategy.steps_itself:  # its weights are more than a copy of the shards'
+            if self.is_worker and self.job.strategy.steps_itself:  # its weights are not just a copy of the shards
                 under_shards = torch.cat([weights[shard.start : shard.stop] for shard in shards])
             weights = weights.clone()
             for shard in shards:
@@ -334,9 +338,9 @@ class CourseLearner(ReplicaLearner):
         )
 
     def _pass_barriers(self, portion: int) -> None:
-        """Pass all checkpoint barriers up to `portion`: several if this learner had no mini-batch between them. Save
-        the states that are complete by now."""
-        if not self.is_worker:  # a worker has waited for this when the portion was drawn
+        """Pass all checkpoint barriers up to `portion`. There are several if this learner had no mini-batch between
+        them. Save the states that are now complete."""
+        if not self.is_worker:  # a worker has already waited when the portion was drawn
             self.batches.reach(portion)
         self._reach(portion)
         while self._ahead and self._ahead[0].number <= portion:
@@ -350,7 +354,7 @@ class CourseLearner(ReplicaLearner):
             self.cuts.save()
 
     def _save(self, state: LearnerState, barrier: Barrier) -> LearnerState:
-        """Save the state at a barrier within an epoch, or a state that is completed only later. Returns the state."""
+        """Save the state at a barrier within an epoch, or a state that is completed only later. Return the state."""
         cuts, number = self.cuts, barrier.number
 
         def save(complete: LearnerState) -> None:
@@ -363,15 +367,15 @@ class CourseLearner(ReplicaLearner):
         if cuts is not None and self._run_end is None:
             cuts.add(state, save, forks)
             return replace(state, is_complete=False)
-        if forks is not None:  # at the end of a run all rounds and pushes have come
+        if forks is not None:  # at the end of a run all rounds and pushes have already arrived
             state = forks(state)
         if not barrier.ended:
             save(state)
         return state
 
     def _reach(self, portion: int) -> None:
-        """Find the barriers up to `portion`. At each barrier a server copies its shards, before they take a push from
-        after the barrier. Called by the foreground and the background."""
+        """Find the barriers up to `portion`. At each barrier a server copies its model shards before it applies a push
+        from after the barrier. Both the foreground and the background call this method."""
         if self.cuts is None or not self.job.strategy.is_served:
             with self._reaching:
                 self._ahead.extend(self.barriers.until(portion))
@@ -405,13 +409,14 @@ class CourseLearner(ReplicaLearner):
         statistics.spent, statistics.num_steps, self._epoch_begin = Spent(), 0, now
 
     def _record_weights(self, position: Position, weights: Tensor) -> None:
-        """Record the hash of weights, by which a replay is checked."""
+        """Record the hash of `weights`, with which a replay is checked."""
         if self._observer.records and not weights.is_meta:
             self.replica.order.flush()  # a learner may be killed before it sends anything
             self._observer.on_event(self.life.name, "state", step=position.num_done, sha256=sha256_of(weights))
 
     def gradient_task(self) -> tuple[GradientTask, list[Sequence[Examples]]]:
-        """The task of the claimed mini-batches' gradient, and these mini-batches; injected faults are carried out."""
+        """Carry out injected faults, and return the task of the gradient of the claimed mini-batches, and these
+        mini-batches."""
         tickets, batches = zip(*self.claimed(), strict=True)
         faults = next(self.life.faults)
         for fault in faults:
@@ -446,10 +451,11 @@ class CourseLearner(ReplicaLearner):
         self.replica.sometimes_unused |= computed.unused
 
     def _sizes_and_factor(self) -> tuple[tuple[float, ...], float]:
-        """The weight of each claimed mini-batch in this learner's gradient, and the factor for this gradient that makes
-        the sync group's plain mean the weighted mean over all mini-batches of the portion.
+        """Return the weight of each claimed mini-batch in this learner's gradient, and the factor of this gradient.
+        With this factor, the unweighted mean over the sync group equals the weighted mean over all mini-batches of the
+        portion.
 
-        No communication is needed: every member knows the others' tickets, and their sizes from the plan.
+        No communication is needed, because every member knows the others' tickets, and their sizes from the plan.
         """
         unit, member, shares = self.job.weighting, self._rank - self.claimers.start, self.tickets.shares
         sizes = [(1.0,) * share for share in shares]
@@ -459,8 +465,8 @@ class CourseLearner(ReplicaLearner):
         return sizes[member], len(sizes) * sum(sizes[member]) / sum(map(sum, sizes))
 
     def _sizes_of(self, member: int, unit: Unit) -> tuple[float, ...]:
-        """The planned sizes of a member's mini-batches in this portion, which come from that member's part of the
-        data."""
+        """Return the planned sizes of a member's mini-batches in this portion. These come from that member's part of
+        the data."""
         tickets = self.tickets.tickets(self._portion, member)
         parts = self.tickets.parts(self.claimers.start + member)
         of_parts = [replace(ticket, part=part) for ticket, part in zip(tickets, parts, strict=False)]

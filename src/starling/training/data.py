@@ -17,7 +17,8 @@ from starling.workload import Ticket, Workload
 
 MakeModel = Callable[[], nn.Module]
 Loss = Callable[[nn.Module, Any], Tensor]
-"""Returns the scalar to minimise, from the model and a mini-batch on the model's device: a mean over its examples."""
+"""Function that returns the scalar to minimise, a mean over examples, given the model and a mini-batch on the model's
+device."""
 MakeBatch = Callable[[Ticket], Any]
 Collate = Callable[[list[Any]], Any]
 
@@ -29,38 +30,40 @@ class Batch:
     content: Any
     num_examples: int
     ids: tuple[str, ...] = ()
-    """Indices of the examples in a map-style dataset."""
+    """Indices of the examples, if they come from a map-style dataset."""
     num_frames: int = 0
     seconds: float = 0.0
 
     def to(self, device: torch.device) -> Self:
-        """A copy with all tensors on `device`."""
+        """Return a copy with all tensors on `device`."""
         return replace(self, content=_moved(self.content, device))
 
 
 class DataWorkload(Workload[Batch]):
     """Trains `make_model()` to minimise `loss(model, batch)` over `data`.
 
-    Learners and loading processes receive a pickled copy, so the functions must be importable: defined at the top level
-    of a module or of the script that is run, not lambdas.
+    Learners and loading processes receive a pickled copy, so the functions must be importable. Define them at the top
+    level of a module or of the script that is run; lambdas do not work.
 
     Args:
-        make_model: Returns a new model on the CPU. The same random seed is set before each call.
-        loss: The mean loss over the examples of a batch.
+        make_model: A function that returns a new model on the CPU. The same random seed is set before each call.
+        loss: A function that returns the mean loss over the examples of a mini-batch.
         data: A map-style dataset (`__len__` and `__getitem__`), an iterable (such as an `IterableDataset`), or a
             function from a `Ticket` to a mini-batch.
-        batch_size: Examples in a mini-batch; None where `data` is a function.
-        num_batches: Mini-batches in an epoch. Required unless `data` is map-style: then an epoch is one pass over it.
-        collate: Makes a mini-batch from a list of examples, as in `torch.utils.data.DataLoader`.
+        batch_size: The number of examples in a mini-batch; None if `data` is a function.
+        num_batches: The number of mini-batches in an epoch. It is required unless `data` is map-style; an epoch is then
+            one pass over the dataset.
+        collate: A function that makes a mini-batch from a list of examples, as in `torch.utils.data.DataLoader`.
         shuffle: Whether a map-style dataset is shuffled, in a new order for each epoch.
-        seed: Seeds the model's initial weights and the order of examples.
+        seed: The seed of the model's initial weights and of the order of examples.
 
     Raises:
         ConfigError: The arguments are inconsistent.
         DataError: A map-style dataset is empty.
 
-    An iterable must yield the same examples in the same order each time it is iterated: each learner reads all of it
-    and collates only its own mini-batches. If it has a method `set_epoch`, that is called before each epoch.
+    An iterable must yield the same examples in the same order each time it is iterated, because each learner reads all
+    examples and collates only its own mini-batches. If the iterable has a method `set_epoch`, this method is called
+    before each epoch.
     """
 
     def __init__(
@@ -81,11 +84,11 @@ class DataWorkload(Workload[Batch]):
         self._is_map_style = has_length and not isinstance(data, IterableDataset)
         self._is_iterable = not self._is_map_style and hasattr(data, "__iter__")
         self._num_batches = self._checked(batch_size, num_batches)
-        self._order: tuple[int, Tensor] | None = None  # of the newest epoch
-        self._reading: tuple[int, int, Iterator[Any]] | None = None  # epoch, the next mini-batch, examples from there
+        self._order: tuple[int, Tensor] | None = None  # the newest epoch and its order
+        self._reading: tuple[int, int, Iterator[Any]] | None = None  # epoch, next mini-batch, and its examples onwards
 
     def _checked(self, batch_size: int | None, num_batches: int | None) -> int:
-        """The number of mini-batches in an epoch, if the arguments are consistent."""
+        """Return the number of mini-batches in an epoch. Raises `ConfigError` if the arguments are inconsistent."""
         is_dataset = self._is_map_style or self._is_iterable
         if not (is_dataset or callable(self._data)):
             raise ConfigError(
@@ -107,7 +110,7 @@ class DataWorkload(Workload[Batch]):
         return num_batches
 
     def with_seed(self, seed: int) -> Self:
-        """A copy with another initial model and another order of examples."""
+        """Return a copy with a different initial model and a different order of examples."""
         other = copy(self)
         other._seed, other._order, other._reading = seed, None, None
         return other
@@ -139,7 +142,7 @@ class DataWorkload(Workload[Batch]):
         return super().planned_size(ticket, unit)  # type: ignore[arg-type]
 
     def _places(self, ticket: Ticket) -> list[int]:
-        """The indices of a mini-batch's examples in a map-style dataset."""
+        """Return the indices of a mini-batch's examples in a map-style dataset."""
         size, length = self._batch_size, len(self._data)
         first = ticket.index * size
         if not self._shuffle:
@@ -150,7 +153,7 @@ class DataWorkload(Workload[Batch]):
         return [int(place) for place in self._order[1][first : first + size]]
 
     def _of_iterable(self, ticket: Ticket) -> Batch:
-        """Read forward to a ticket's mini-batch, starting again if it is behind the current position."""
+        """Read forward to a ticket's mini-batch, starting from the beginning if the current position is beyond it."""
         size = self._batch_size
         epoch, following, examples = self._reading or (-1, 0, iter(()))
         if epoch != ticket.epoch or following > ticket.index:
@@ -185,7 +188,7 @@ def _moved(content: Any, device: torch.device) -> Any:
 
 
 def _num_examples(content: Any) -> int:
-    """The length of the first tensor in a mini-batch; 1 if there is none."""
+    """Return the length of the first tensor in a mini-batch, or 1 if there is no tensor."""
     if isinstance(content, Tensor):
         return len(content) if content.dim() else 1
     values = content.values() if isinstance(content, Mapping) else content if isinstance(content, list | tuple) else ()

@@ -24,11 +24,12 @@ _WAKE = "import os, signal, sys, time; time.sleep(float(sys.argv[2])); os.kill(i
 
 
 class _OfLearner(Config):
-    """A fault of one learner, named under the key of its kind."""
+    """A fault of one learner. The key that names the kind of fault contains the name of the learner."""
 
     @property
     def learner(self) -> int:
-        """The learner to which the fault happens; for a partition, the separated one with the largest name."""
+        """The learner to which the fault happens. For a partition, it is the separated learner with the largest
+        name."""
         name = next(getattr(self, key) for key in _KINDS if hasattr(self, key))
         return max(name) if isinstance(name, tuple) else int(name)
 
@@ -106,7 +107,7 @@ _KINDS: Mapping[str, type[Config]] = {"kill": Kill, "pause": Pause, "nan": NotFi
 
 
 def _kind(given: Any) -> str | None:
-    """The name of a fault's class, from the key that names the kind of fault."""
+    """Return the name of a fault's class, given the key that names the kind of fault."""
     for key, kind in _KINDS.items():
         if isinstance(given, kind) or (isinstance(given, dict) and key in given):
             return kind.__name__
@@ -124,13 +125,13 @@ Fault = Annotated[
 
 
 def faults_of(faults: Sequence[Fault], learner: int) -> Iterator[Sequence[Kill | Pause | NotFinite]]:
-    """The faults at each mini-batch of a learner, in their order."""
+    """Yield the faults at each mini-batch of a learner, in the order in which they are given."""
     own = [fault for fault in faults if not isinstance(fault, Split | Join) and fault.learner == learner]
     return ([fault for fault in own if fault.at_step == step] for step in count(1)) if own else repeat(())
 
 
 def only_simulated(faults: Sequence[Fault]) -> Iterator[str]:
-    """One line for each fault that only simulations support."""
+    """Yield one line for each fault that only simulations support."""
     for place, fault in enumerate(faults):
         if isinstance(fault, Split):
             yield f"faults.{place}: only `starling simulate` supports split"
@@ -139,7 +140,7 @@ def only_simulated(faults: Sequence[Fault]) -> Iterator[str]:
 
 
 def at_times(faults: Sequence[Fault]) -> list[Kill | Pause | Join]:
-    """The faults that the launcher of real learners causes at given times, in their order."""
+    """Return the faults that the launcher of real learners causes at given times, in order of time."""
     timed = [each for each in faults if isinstance(each, Kill | Pause | Join) and each.at_seconds is not None]
     return sorted(timed, key=lambda fault: fault.at_seconds or 0.0)
 

@@ -17,11 +17,11 @@ WEIGHTS = "model.safetensors"
 """Name of the file with a model's state, for jobs whose model needs nothing else."""
 
 CUDNN_ALIGNMENT = 256
-"""Alignment in bytes: every CUDA allocation begins at a multiple of it, so cuDNN may rely on it."""
+"""Alignment in bytes. Every CUDA allocation begins at a multiple of this number, so cuDNN may rely on the alignment."""
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that training changes, in the order of `in_cudnn_order`.
+    """Return the parameters that training changes, in the order of `in_cudnn_order`.
 
     Raises:
         ConfigError: The parameters do not all have the same dtype, or there are none.
@@ -35,26 +35,26 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 
 
 def split(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Consecutive views into `flat` `[P]` with the shapes of `like`."""
+    """Return consecutive views into `flat` `[P]` with the shapes of `like`."""
     stops = accumulate(tensor.numel() for tensor in like)
     return [flat[stop - tensor.numel() : stop].view(tensor.shape) for tensor, stop in zip(like, stops, strict=True)]
 
 
 NO_GRADIENT = -0.0
-"""Value of the part of a gradient `[P]` that belongs to a parameter without a gradient. x + -0.0 is x, so a mean over
-learners is right if only some of them used the parameter, and is -0.0 only if none did. A gradient from backward is
-never -0.0 throughout: it is accumulated onto 0.0, and 0.0 + -0.0 is 0.0."""
+"""Value of the part of a gradient `[P]` that belongs to a parameter without a gradient. Because x + -0.0 is x, a mean
+over learners is right if only some of them used the parameter, and is -0.0 only if none did. A gradient from backward
+never consists only of -0.0, because it is accumulated onto 0.0, and 0.0 + -0.0 is 0.0."""
 
 
 def split_gradient(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor | None]:
-    """Consecutive views into a gradient `[P]`, as `split` returns them; None for each part that marks its parameter as
-    without a gradient."""
+    """Return consecutive views into a gradient `[P]`, as `split` does, with None for each parameter that is marked as
+    having no gradient."""
     parts = split(flat, like)
-    if not parts:  # as in a simulation of time alone
+    if not parts:  # for example in a timing-only simulation
         return []
     starts = torch.tensor([0, *accumulate(part.numel() for part in parts[:-1])], device=flat.device)
     first = flat[starts.clamp_(max=len(flat) - 1)]
-    may_be = _is_negative_zero(first).tolist()  # from the first number of each part: few are read completely
+    may_be = _is_negative_zero(first).tolist()  # by the first number of each part, so few parts are read completely
     return [
         None if mark and part.numel() and bool(_is_negative_zero(part).all()) else part
         for part, mark in zip(parts, may_be, strict=True)
@@ -66,7 +66,7 @@ def _is_negative_zero(numbers: Tensor) -> Tensor:
 
 
 def view_weights(model: nn.Module, parameters: Sequence[nn.Parameter], weights: Tensor) -> None:
-    """Make the `trainable` parameters of a model views into `weights` `[P]`; nothing is copied."""
+    """Make the `trainable` parameters of a model views into `weights` `[P]`. Nothing is copied."""
     for parameter, view in zip(parameters, split(weights, parameters), strict=True):
         parameter.data = view
     if weights.is_cuda:
@@ -76,10 +76,11 @@ def view_weights(model: nn.Module, parameters: Sequence[nn.Parameter], weights: 
 def avoid_cudnn_packing(model: nn.Module, weights: Tensor) -> None:
     """Let cuDNN use recurrent modules' weights in place, in `weights` `[P]`, instead of packing them at each call.
 
-    cuDNN uses them in place only if they are contiguous and their torch storage begins with the first of them, so each
-    module's part of `weights` is wrapped in a storage of its own. A module whose part is not aligned to
-    `CUDNN_ALIGNMENT`, with frozen parameters, without biases or with a projection is packed at each call, and torch
-    warns about it. `flatten_parameters` is disabled, because it would move the parameters out of `weights`.
+    cuDNN uses a module's weights in place only if they are contiguous and their torch storage begins with the first
+    weight. Therefore each module's part of `weights` is wrapped in a separate storage. A module is packed at each call,
+    with a warning from torch, if its part is not aligned to `CUDNN_ALIGNMENT`, if some of its parameters are frozen, if
+    it has no biases, or if it has a projection. `flatten_parameters` is disabled, because it would move the parameters
+    out of `weights`.
     """
     size, start_of_all = weights.element_size(), weights.data_ptr()
     for module in model.modules():
@@ -90,7 +91,7 @@ def avoid_cudnn_packing(model: nn.Module, weights: Tensor) -> None:
         addresses = [part.data_ptr() for part in parts]
         ends = [part.data_ptr() + part.numel() * size for part in parts]
         is_fitting = addresses[0] % CUDNN_ALIGNMENT == 0 and addresses[1:] == ends[:-1]
-        if not is_fitting or not module.bias or module.proj_size:  # with frozen parameters it is not contiguous
+        if not is_fitting or not module.bias or module.proj_size:  # not contiguous if some parameters are frozen
             continue
         own = from_dlpack(weights[(addresses[0] - start_of_all) // size : (ends[-1] - start_of_all) // size])
         for part, view in zip(parts, split(own, parts), strict=True):
@@ -98,47 +99,48 @@ def avoid_cudnn_packing(model: nn.Module, weights: Tensor) -> None:
 
 
 class Model(ABC):
-    """The model with which a gradient is computed: a `FlatModel`, or one rank's part of a model in shards.
+    """The model with which a gradient is computed. It is a `FlatModel`, or one rank's part of a model that is cut into
+    shards.
 
-    The `parameters`, which the optimizer steps, are views into `weights` `[P]`, and `gradients_of`, which are their
-    gradients, into `gradients` `[P]`.
+    The `parameters`, which the optimizer updates, are views into `weights` `[P]`. Their gradients `gradients_of` are
+    views into `gradients` `[P]`.
     """
 
     def __init__(self, model: nn.Module, parameters: list[nn.Parameter], weights: Tensor, gradients: Tensor) -> None:
         self.model, self.parameters, self.weights = model, parameters, weights
         self.use_gradients(gradients)
         self._reached: list[Tensor] = []  # parameters that received a gradient since `reached()` was last called
-        self._numbers: dict[int, int] = {}  # of the parameters of the module, by their identity
+        self._numbers: dict[int, int] = {}  # numbers of the module's parameters, by their `id`
 
     @abstractmethod
     def use_weights(self, weights: Tensor) -> None:
-        """Compute with `weights` `[P]`; nothing is copied."""
+        """Compute with `weights` `[P]`. Nothing is copied."""
 
     def use_gradients(self, gradients: Tensor) -> None:
-        """Make `param.grad` views into `gradients` `[P]`; nothing is copied."""
+        """Make `param.grad` views into `gradients` `[P]`. Nothing is copied."""
         self.gradients = gradients
         self.gradients_of = split(gradients, self.parameters)
         for parameter, view in zip(self.parameters, self.gradients_of, strict=True):
             parameter.grad = view
 
     def reached(self) -> set[int]:
-        """The numbers of the parameters that received a gradient since the last call."""
+        """Return the numbers of the parameters that received a gradient since the last call."""
         found = {self._numbers[id(parameter)] for parameter in self._reached}
         self._reached.clear()
         return found
 
     def notice(self, number: int, parameter: Tensor) -> None:
-        """Notice from now on when a parameter of the module, with this number, receives a gradient."""
+        """Record from now on whenever the parameter with this number receives a gradient."""
         self._numbers[id(parameter)] = number
         parameter.register_post_accumulate_grad_hook(self._reached.append)  # type: ignore[no-untyped-call]
 
     def numbers_of(self, frozen: tuple[Freeze, ...]) -> frozenset[int]:
-        """The numbers of the frozen parameters; a model in shards has none."""
+        """Return the numbers of the frozen parameters. A model that is cut into shards has none."""
         return frozenset()
 
     def begin(self, num_parts: int) -> int:
-        """Begin a gradient of `num_parts` micro-batches, so that no parameter is `reached` yet. Returns the number of
-        passes: the last one is repeated with a weight of 0 if necessary."""
+        """Begin a gradient of `num_parts` micro-batches, so that no parameter is `reached` yet. Return the number of
+        forward and backward passes; if it exceeds `num_parts`, the last pass is repeated with a weight of 0."""
         self._reached.clear()
         return num_parts
 
@@ -151,8 +153,8 @@ def load_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
 
 
 def in_cudnn_order(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Each parameter of a model once, in the order of `model.parameters()`, except that in recurrent modules all
-    matrices come before all biases: the order in which cuDNN stores them."""
+    """Yield each parameter of a model once, in the order of `model.parameters()`, except that in recurrent modules all
+    matrices come before all biases, which is the order in which cuDNN stores them."""
     seen: set[nn.Parameter] = set()
     for module in model.modules():
         own = list(module.named_parameters(recurse=False))
@@ -165,7 +167,7 @@ def in_cudnn_order(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _do_nothing() -> None:
-    """Replaces `flatten_parameters` of recurrent modules."""
+    """Do nothing. This function replaces `flatten_parameters` of recurrent modules."""
 
 
 class FlatModel(Model):
@@ -187,7 +189,7 @@ class FlatModel(Model):
         view_weights(self.model, self.parameters, weights)
 
     def numbers_of(self, frozen: tuple[Freeze, ...]) -> frozenset[int]:
-        """The numbers of the parameters that are frozen.
+        """Return the numbers of the parameters that are frozen.
 
         Raises:
             ConfigError: All parameters are frozen.
@@ -204,24 +206,24 @@ class FlatModel(Model):
         return self._frozen_numbers[frozen]
 
     def own_buffers(self) -> list[Tensor | None]:
-        """The model's buffers themselves, in the order of its modules."""
+        """Return the model's buffers themselves, without copying them, in the order of its modules."""
         return [module._buffers[name] for module, name in self._buffer_places]
 
     def use_buffers(self, buffers: Sequence[Tensor | None]) -> None:
-        """Replace the model's buffers, in the order of `own_buffers()`; nothing is copied."""
+        """Replace the model's buffers, in the order of `own_buffers()`. Nothing is copied."""
         for (module, name), buffer in zip(self._buffer_places, buffers, strict=True):
             module._buffers[name] = buffer
 
 
 def write_weights(model: nn.Module, folder: Path, weights: Tensor, buffers: dict[str, Tensor]) -> None:
-    """Write a model's state with given weights `[P]` and buffers as `model.safetensors`."""
+    """Write a model's state, with the given weights `[P]` and buffers, as `model.safetensors`."""
     fill(model, weights, buffers)
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder / WEIGHTS, model.state_dict())
 
 
 def load_weights(model: nn.Module, checkpoint: Path) -> nn.Module:
-    """The model with the weights of a checkpoint that `write_weights` wrote, in evaluation mode."""
+    """Return `model` in evaluation mode, with the weights of a checkpoint that `write_weights` wrote."""
     model.load_state_dict(read_tensors(checkpoint / MODEL / WEIGHTS))
     return model.eval()
 

@@ -1,4 +1,4 @@
-"""Parameters that training leaves as they are: for the whole run, or until they are thawed."""
+"""Parameters that training leaves unchanged, for the whole run or until they are thawed."""
 
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
@@ -36,7 +36,7 @@ class Until(Config):
         return self
 
     def is_over(self, epochs: float, fraction: float) -> bool:
-        """Whether the parameters are thawed after this number of epochs and fraction of the budget."""
+        """Return whether the parameters are thawed after this number of epochs and fraction of the budget."""
         return epochs >= self.epochs if self.epochs is not None else fraction >= (self.fraction or 0.0)
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ class Freeze(Config):
         return value
 
     def holds(self, name: str) -> bool:
-        """Whether the entry includes the parameter of this name."""
+        """Return whether the entry includes the parameter with this name."""
         return any(_matches(pattern, name) for pattern in self.parameters)
 
 
@@ -72,7 +72,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def freeze(model: "nn.Module", frozen: Sequence[Freeze]) -> None:
-    """Permanently freeze the parameters of a model that are never thawed: they are no part of a learner's weights.
+    """Permanently freeze the parameters of a model that are never thawed. They are not part of a learner's weights.
 
     Raises:
         ConfigError: A name fits no parameter, or nothing is left to train at some time.
@@ -95,7 +95,7 @@ def freeze(model: "nn.Module", frozen: Sequence[Freeze]) -> None:
 
 
 def in_words(model: "nn.Module", frozen: Iterable[Freeze]) -> list[str]:
-    """A line for each entry: which parameters are frozen, and until when."""
+    """Return a line for each entry, which says which parameters are frozen and until when."""
     lines = []
     for each in frozen:
         count = sum(value.numel() for name, value in model.named_parameters() if each.holds(name))

@@ -1,4 +1,5 @@
-"""The gradient of one mini-batch, the same on all engines: a function of the weights and of the claimed tickets."""
+"""The gradient of one mini-batch. It is a function of the weights and the claimed tickets, and is the same on all
+engines."""
 
 import copy
 import math
@@ -20,13 +21,13 @@ from starling.workload import Examples, Ticket, Workload
 
 Seconds = float
 LEAST_PASSES, LEAST_SECONDS = 3, 0.5
-"""Smallest number of measurements of a gradient, and their shortest total time: a fast one is measured often, because
-other programs disturb single measurements."""
+"""Smallest number of measurements of a gradient, and their shortest total time. A fast gradient is measured many times,
+because other programs disturb single measurements."""
 
 
 @dataclass(frozen=True)
 class GradientTask:
-    """The inputs of a gradient besides weights, buffers and the mini-batches of its tickets."""
+    """The inputs of a gradient other than weights, buffers and the mini-batches of its tickets."""
 
     tickets: tuple[Ticket, ...]
     sizes: tuple[float, ...] = (1.0,)
@@ -36,7 +37,7 @@ class GradientTask:
     is_spoilt: bool = False
     """Whether a fault makes loss and gradient not finite."""
     frozen: tuple[Freeze, ...] = ()
-    """Parameters that are not thawed yet, which get no gradient."""
+    """Parameters that are not thawed yet and therefore get no gradient."""
 
 
 class Computed(NamedTuple):
@@ -60,9 +61,9 @@ def compute_gradient(
 ) -> Computed:
     """Compute the gradient of the mini-batches of a task's tickets in `flat.gradients`.
 
-    Loss and gradient are weighted means over all micro-batches; those of weight 0 are not computed. Parameters without
-    a gradient get NO_GRADIENT. All micro-batches except the last are computed inside `before_last()`. With
-    `must_reach_all` the last backward reaches every parameter, because DDP waits for all of them.
+    Loss and gradient are weighted means over all micro-batches; micro-batches of weight 0 are not computed. Parameters
+    without a gradient get NO_GRADIENT. All micro-batches except the last are computed inside `before_last()`. With
+    `must_reach_all`, the last backward reaches every parameter, because DDP waits for all of them.
     """
     device = flat.weights.device
     flat.gradients.zero_()
@@ -101,7 +102,8 @@ def compute_gradient(
 
 
 def _weights(job: Job, task: GradientTask, batches: Sequence[Sequence[Examples]]) -> list[float]:
-    """The weight of each micro-batch: as many terms as it has, in a mini-batch that counts as its size."""
+    """Return the weight of each micro-batch. Within a mini-batch, micro-batches are weighted by their numbers of terms;
+    mini-batches are weighted by their sizes."""
     own = [[job.workload.weight(examples) for examples in batch] for batch in batches]
     if len(own) == 1:
         return own[0]
@@ -111,7 +113,7 @@ def _weights(job: Job, task: GradientTask, batches: Sequence[Sequence[Examples]]
 
 @contextmanager
 def _without_gradients(flat: Model, frozen: tuple[Freeze, ...]) -> Iterator[None]:
-    """Within this context, frozen parameters get no gradient, and none is computed for them."""
+    """Within this context, frozen parameters get no gradient, and no gradient is computed for them."""
     parameters = [flat.parameters[number] for number in flat.numbers_of(frozen)] if frozen else []
     for parameter in parameters:
         parameter.requires_grad_(False)
@@ -123,7 +125,8 @@ def _without_gradients(flat: Model, frozen: tuple[Freeze, ...]) -> Iterator[None
 
 
 def _leave_out_unused(flat: Model, used: set[int], reached: set[int], must_reach_all: bool) -> frozenset[int]:
-    """Mark unused parameters in the gradient, and return their numbers; the last backward has `reached` some."""
+    """Mark unused parameters in the gradient, and return their numbers. `reached` are the parameters that the last
+    backward has reached."""
     if len(reached) == len(flat.parameters):
         return frozenset()
     unused = frozenset(range(len(flat.parameters))) - used
@@ -137,15 +140,16 @@ def _leave_out_unused(flat: Model, used: set[int], reached: set[int], must_reach
 
 
 def _seed(device: torch.device, seed: int) -> None:
-    """Seed dropout's generator. `torch.manual_seed` takes a millisecond: it also handles devices that are absent."""
+    """Seed the random generator that dropout uses. `torch.manual_seed` would take a millisecond, because it also
+    handles devices that are absent."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
 
 
 def measured_seconds(workload: Workload[Any], model: nn.Module, device: torch.device) -> Seconds:
-    """The time of the first mini-batch's gradient here: the median of several, after a first one. `model` does not
-    change."""
+    """Return the time that the gradient of the first mini-batch takes on this device. It is the median of several
+    measurements after a first computation. `model` does not change."""
     batch = [examples.to(device) for examples in workload.load(Ticket(0, 0, 0))]
     model = copy.deepcopy(model)
     found: list[Seconds] = []

@@ -1,5 +1,5 @@
-"""What engines take and return: the job that an engine runs, the counters of each learner, and the reports that it
-passes to observers."""
+"""The inputs and outputs of engines: the job that an engine runs, the counters of each learner, and the reports that
+observers receive."""
 
 import threading
 from collections import Counter
@@ -33,11 +33,11 @@ class Job:
     """The strategy by which learners agree. A name or `module:name` is looked up with `find_strategy`. If learners form
     islands, the strategy applies between islands."""
     budget: Budget
-    """When training ends."""
+    """Budget after which training ends."""
     make_optimizer: Callable[[list[nn.Parameter]], Optimizer]
     """Function that creates the local optimizer of one learner, at the peak learning rate."""
     schedule: Schedule = field(default_factory=lambda: Schedule(decay="constant"))
-    """How the learning rate follows the budget; constant by default."""
+    """Schedule by which the learning rate follows the budget; constant by default."""
     options: Config = None  # type: ignore[assignment]
     """Options of the strategy; None uses its defaults."""
     clip_norm: float | None = None
@@ -68,7 +68,7 @@ class Job:
     """Parameters that are frozen until they are thawed. Freeze parameters that are never thawed in the workload's
     `make_model`."""
     island: Island = NO_ISLANDS
-    """How learners form islands. The learners of an island share one model."""
+    """Size and kind of the islands that learners form. The learners of an island share one model."""
     seed: int = 0
     """Seed of everything random."""
 
@@ -126,7 +126,7 @@ class ClaimReport:
 
     @staticmethod
     def of(rank: int, ticket: Ticket, batch: Collection[Examples], minutes: float | None = None) -> "ClaimReport":
-        """Make the report of a mini-batch, given as its micro-batches."""
+        """Create the report of a mini-batch, which is given as its micro-batches."""
         return ClaimReport(
             rank,
             ticket,
@@ -190,7 +190,7 @@ class Statistics:
         self.lock = threading.Lock()
         """Lock for `averaging`, because the background may change it while an epoch ends."""
         self.under_way: Callable[[], Spent] = Spent
-        """Returns the times that the present wait adds to `spent`, which includes only finished waits."""
+        """Function that returns the times that the present wait adds to `spent`, which includes only finished waits."""
 
     def spent_now(self) -> Spent:
         """Return a copy of `spent` that includes the present wait."""

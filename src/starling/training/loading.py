@@ -1,4 +1,4 @@
-"""Loads mini-batches ahead of the learner's computation."""
+"""Loading of mini-batches ahead of the learner's computation."""
 
 import math
 import os
@@ -26,8 +26,8 @@ from starling.workload import Ticket, Workload
 
 Loaded = tuple[Ticket, Sequence[Any]]
 _MAX_COPIED_BYTES = 4 * 2**20
-_PREFETCH_FACTOR = 2  # mini-batches that each process holds: being loaded, or loaded and not yet received
-_WINDOW = 9  # the most recent mini-batches, from which speeds are estimated
+_PREFETCH_FACTOR = 2  # number of mini-batches that each process holds, which are being loaded or not yet received
+_WINDOW = 9  # number of recent mini-batches from which speeds are estimated
 _CLOSE_TIMEOUT_SECONDS = 10.0
 _POLL_SECONDS = 0.2
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -36,10 +36,10 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class Lookahead:
     """Decides how many mini-batches an asynchronous learner draws ahead.
 
-    A drawn mini-batch cannot go to another learner. So a learner draws only as many as it needs to have each loaded in
-    time, and near the end of the budget only those that it will begin before the last mini-batch is drawn. Therefore
-    even a slow learner finishes at most about one gradient after the others. If only a time limit ends the run
-    (`is_counted` False), there is no last mini-batch.
+    A mini-batch that one learner has drawn cannot go to another learner. Therefore a learner draws only as many
+    mini-batches as it needs to have each loaded in time. Near the end of the budget, it draws only those that it will
+    begin before the last mini-batch is drawn, so that even a slow learner finishes at most about one gradient after the
+    others. If only a time limit ends the run (`is_counted` is False), there is no last mini-batch.
     """
 
     def __init__(self, is_counted: bool = True) -> None:
@@ -48,23 +48,23 @@ class Lookahead:
         self._draws: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
 
     def began(self, drawn_at: float, step_seconds: float, fraction: float) -> None:
-        """Record that a mini-batch begins: the previous one took `step_seconds`, and the last one this learner drew,
-        at the time `drawn_at`, is at `fraction` of the budget."""
+        """Record that a mini-batch begins. The previous mini-batch took `step_seconds`. The mini-batch that this
+        learner drew last, at the time `drawn_at`, is at `fraction` of the budget."""
         self._steps.append(step_seconds)
         if not self._draws or fraction > self._draws[-1][1]:  # it has drawn another mini-batch
             self._draws.append((drawn_at, fraction))
 
     def num(self, now: float, load_seconds: float, least: int = 1) -> int:
-        """The number of mini-batches to draw ahead, if loading one takes `load_seconds`: at least `least`, except near
-        the end."""
+        """Return the number of mini-batches to draw ahead, if loading a mini-batch takes `load_seconds`. The number is
+        at least `least`, except near the end."""
         if not self._steps:
             return 0
         step = max(median(self._steps), 1e-6)
         in_time, before_end = least + math.ceil(2.0 * load_seconds / step), self._seconds_left(now) / step
-        return int(min(in_time, max(0.0, before_end - 0.5)))  # half a step less, because these are estimates
+        return int(min(in_time, max(0.0, before_end - 0.5)))  # half a step less, because the values are estimates
 
     def _seconds_left(self, now: float) -> float:
-        """The estimated seconds until the last mini-batch of the budget is drawn, by any learner."""
+        """Return the estimated seconds until any learner draws the last mini-batch of the budget."""
         if not self._is_counted:
             return math.inf
         if len(self._draws) < 2:
@@ -74,7 +74,7 @@ class Lookahead:
 
 
 _Timed = tuple[Loaded, float]
-"""Loaded mini-batch with its ticket, and the seconds that loading took."""
+"""A loaded mini-batch with its ticket, and the seconds that loading took."""
 
 
 class _ByTicket(Dataset[_Timed | None]):
@@ -98,11 +98,11 @@ def _unchanged(loaded: Any) -> Any:  # as `collate_fn`: torch's default would co
 
 
 def _initialize_process(learner: int, ignores_signals: bool, worker: int) -> None:
-    """Make a loading process exit after its learner, which may be gone already, as starting a process takes seconds.
-    With `ignores_signals`, a SIGTERM or SIGINT does not end it earlier.
+    """Make a loading process exit once its learner has exited. The learner may already have exited, because starting a
+    process takes seconds. With `ignores_signals`, a SIGTERM or SIGINT does not end the loading process earlier.
 
-    Small CPU tensors are pickled instead of passed in shared memory, which needs several messages per tensor: with few
-    cores that takes ten times as long as a copy of up to `_MAX_COPIED_BYTES`.
+    Small CPU tensors are pickled instead of being passed in shared memory, which needs several messages for each
+    tensor. With few cores, these messages take ten times as long as a copy of up to `_MAX_COPIED_BYTES`.
     """
     ForkingPickler.register(Tensor, _reduce)
     Thread(target=_exit_after, args=[learner], name="orphan", daemon=True).start()
@@ -137,27 +137,29 @@ def _reduce(tensor: Tensor) -> Any:
 
 
 class Loader(AbstractContextManager["Loader"]):
-    """Loads mini-batches ahead in `num_workers` processes; if there are none, on request.
+    """Loads mini-batches ahead in `num_workers` processes or, if there are none, on request.
 
     The processes are spawned, because forking a process with gloo's threads crashes, and a fork server outlives a
-    killed learner. Spawning takes seconds; until then the caller's thread loads the mini-batches. With
+    killed learner. Spawning takes seconds; during this time the caller's thread loads the mini-batches. With
     `ignores_signals` the processes survive a SIGTERM or SIGINT to the learner's process group, and exit when the
     learner does.
 
     A thread receives mini-batches from torch's loading processes in parallel with the computation. Before torch returns
-    a mini-batch it draws another ticket, so it returns one only once `_prefetched` tickets after it have been drawn.
-    While the processes start it draws padding (None), then the tickets that the caller's thread requests. If fewer
-    tickets than that are requested after a mini-batch, padding is requested in their place.
+    a mini-batch, it draws another ticket. It therefore returns a mini-batch only once `_prefetched` later tickets have
+    been drawn. While the processes start, torch draws padding (None); afterwards it draws the tickets that the caller's
+    thread requests. If fewer than `_prefetched` tickets are requested after a mini-batch, padding is requested in their
+    place.
     """
 
     def __init__(self, workload: Workload[Any], num_workers: int, ignores_signals: bool = False) -> None:
         self.is_ahead = False
-        """Whether all loading processes have started, or their start has failed: then `load` raises the error."""
+        """Whether all loading processes have started, or their start has failed. If it has failed, `load` raises the
+        error."""
         self._workload, self._num_workers = workload, num_workers
         self._prefetched = _PREFETCH_FACTOR * num_workers
-        self._requested: SimpleQueue[Any] = SimpleQueue()  # tickets, padding, and at last _END
+        self._requested: SimpleQueue[Any] = SimpleQueue()  # tickets, padding, and finally _END
         self._received: SimpleQueue[Loaded | BaseException] = SimpleQueue()
-        self._num_requested = 0  # tickets and padding
+        self._num_requested = 0  # number of requested tickets and padding
         self._outstanding: deque[int] = deque()  # the value of `_num_requested` before each ticket not yet received
         self._seconds: deque[float] = deque([0.0], maxlen=_WINDOW)
         self._is_closed = False
@@ -183,15 +185,15 @@ class Loader(AbstractContextManager["Loader"]):
 
     @property
     def load_seconds(self) -> float:
-        """The time in which a process loads a mini-batch: the maximum over recent ones."""
+        """The time in which a process loads a mini-batch, as the maximum over recent mini-batches."""
         return max(self._seconds)
 
     def load(self, tickets: Iterable[Ticket], num_ahead: Callable[[], int] = lambda: sys.maxsize) -> Iterator[Loaded]:
         """Yield each ticket with its mini-batch, in order.
 
-        The caller's thread draws tickets ahead: before each mini-batch is yielded, enough to keep the processes busy,
-        but at most `num_ahead()`. May be called again with other tickets; mini-batches loaded for the earlier ones are
-        then dropped.
+        The caller's thread draws tickets ahead. Before each mini-batch is yielded, it draws enough tickets to keep the
+        processes busy, but at most `num_ahead()`. This method may be called again with different tickets; mini-batches
+        that were loaded for the earlier tickets are then dropped.
         """
         tickets = iter(tickets)
         while not self.is_ahead:
@@ -208,7 +210,7 @@ class Loader(AbstractContextManager["Loader"]):
             self._draw(tickets, 1)
 
     def close(self) -> None:
-        """Stop the processes; mini-batches that they have loaded are dropped."""
+        """Stop the processes, and drop the mini-batches that they have loaded."""
         self._is_closed = True
         self._requested.put(_END)
         if self._thread is not None:
@@ -218,7 +220,7 @@ class Loader(AbstractContextManager["Loader"]):
         self.close()
 
     def _draw(self, tickets: Iterator[Ticket], num: int) -> None:
-        """Draw tickets until `num` are outstanding, or there are no more."""
+        """Draw tickets until `num` tickets are outstanding, or no ticket is left."""
         for ticket in islice(tickets, max(0, num - len(self._outstanding))):
             self._outstanding.append(self._num_requested)
             self._request(ticket)
@@ -237,7 +239,7 @@ class Loader(AbstractContextManager["Loader"]):
         return received
 
     def _run(self, loaded: Iterator[_Timed | None]) -> None:
-        """Receive mini-batches, in the thread. The processes stop when it releases the iterator."""
+        """Receive mini-batches. This method runs in the thread. The processes stop when it releases the iterator."""
         try:
             for _ in range(self._num_workers):
                 next(loaded)

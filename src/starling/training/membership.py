@@ -1,7 +1,8 @@
-"""Memberships: the numbered sets of living learners of a run, and how one learner receives them.
+"""Memberships, which are the numbered sets of living learners of a run, and the feed through which a learner receives
+them.
 
-The launcher watches the learners. When one is lost or joins, it announces the next membership. Learners communicate
-only within a membership: each membership has its own process groups and its own keys in the store.
+The launcher watches the learners. When a learner is lost or joins, the launcher announces the next membership. Learners
+communicate only within a membership, which has its own process groups and its own keys in the store.
 """
 
 import threading
@@ -26,7 +27,7 @@ class Membership:
 
     @property
     def key(self) -> str:
-        """The prefix of this membership's keys in the store."""
+        """Prefix of this membership's keys in the store."""
         return f"membership/{self.number}"
 
 
@@ -45,10 +46,10 @@ class MembershipChanged(Exception):  # noqa: N818 - not an error
 
 
 class MembershipFeed:
-    """The memberships announced to one learner; usable from any thread.
+    """The memberships that are announced to one learner. Any thread may use this object.
 
-    If the learners are not watched (`is_watched` False), the first membership is the only one, and a learner that
-    loses a peer fails. A learner whose `first` membership is None joins a running experiment: it waits until a
+    If the learners are not watched (`is_watched` is False), the first membership is the only one, and a learner that
+    loses a peer fails. A learner whose `first` membership is None joins a running experiment and waits until a
     membership includes it.
     """
 
@@ -64,16 +65,17 @@ class MembershipFeed:
         self.is_new = first is None
         """Whether this learner joins a running experiment."""
         self.report = report
-        """Reports a stage of this learner, and the number of the membership."""
+        """Function that reports a stage of this learner, and the number of the membership."""
         self.latest = first or _NONE
         """Newest membership."""
         self.error: BaseException | None = None
-        """Error after which this learner hears of no further memberships."""
+        """Error after which this learner receives no further memberships."""
         self._changed = threading.Condition()
         self._on_end: list[Callable[[BaseException], None]] = []
 
     def first(self) -> Membership:
-        """The membership to begin in. A joiner first reports that it is ready and waits for a membership."""
+        """Return the membership in which this learner begins. A joiner first reports that it is ready, and waits for a
+        membership."""
         if self.is_new:
             self.report("ready", self.latest.number)
             with self._changed:
@@ -81,7 +83,7 @@ class MembershipFeed:
         return self.latest
 
     def announce(self, membership: Membership) -> None:
-        """Announce a new membership. Called from the thread that listens to the launcher."""
+        """Announce a new membership. The thread that listens to the launcher calls this method."""
         with self._changed:
             if membership.number <= self.latest.number:
                 return
@@ -89,23 +91,24 @@ class MembershipFeed:
             self._tell(MembershipChanged(membership))
 
     def fail(self, error: BaseException) -> None:
-        """End this learner's work with `error`, or with the error of an earlier call: no further membership will be
-        announced. May be called by any thread."""
+        """End this learner's work with `error`, or with the error of an earlier call, because no further membership
+        will be announced. Any thread may call this method."""
         with self._changed:
             self.error = self.error or error
             self._tell(self.error)
 
     def leave(self, error: BaseException | None) -> None:
-        """Disconnect: because the run has ended or, with `error`, because this learner ends without the others."""
+        """Disconnect, because the run has ended or, with `error`, because this learner ends without the others."""
 
     def check(self, membership: Membership) -> None:
-        """Raise `MembershipChanged` once a later membership has been announced, or the error given to `fail`."""
+        """Raise `MembershipChanged` if a later membership has been announced, or the error that was passed to
+        `fail`."""
         if (why := self._end_of(membership)) is not None:
             raise why
 
     def beyond(self, membership: Membership, within: float | None) -> Membership | None:
-        """Wait at most `within` seconds for a later membership; None if there is none. Raises the error given to `fail`
-        before or during the wait."""
+        """Wait at most `within` seconds for a later membership. Returns None if there is none. Raises the error that
+        was passed to `fail` before or during the wait."""
         with self._changed:
             within = within if self.is_watched else 0.0
             self._changed.wait_for(lambda: self._end_of(membership) is not None, within)
@@ -115,8 +118,8 @@ class MembershipFeed:
 
     @contextmanager
     def telling(self, membership: Membership, on_end: Callable[[BaseException], None]) -> Generator[None, None, None]:
-        """A context in which `on_end` is called with the error that `check` raises, as soon as it does, from any
-        thread; the inner one of several contexts first."""
+        """A context in which `on_end` is called, by any thread, as soon as `check` would raise an error, with that
+        error. If contexts are nested, the inner function is called first."""
         with self._changed:
             self._on_end.append(on_end)
             if (why := self._end_of(membership)) is not None:
@@ -137,14 +140,15 @@ class MembershipFeed:
 
 
 class MembershipObserver:
-    """Follows membership changes, in each learner; this one ignores them."""
+    """Base class of objects that follow membership changes in each learner. The base class ignores the changes."""
 
     def pause(self) -> None:
-        """Finish or drop all pending work for a membership before returning: this learner leaves it."""
+        """Finish or drop all pending work for a membership before returning, because this learner leaves the
+        membership."""
 
     def begin(self, membership: Membership, position: Position, is_first: bool, /) -> None:
         """Prepare for a membership that begins at `position`. `is_first` is true on exactly one learner, which is
         called before the others continue."""
 
     def end(self) -> None:
-        """Complete everything on which other learners rely before returning: the run has ended."""
+        """Complete all work on which other learners rely before returning, because the run has ended."""

@@ -1,16 +1,18 @@
-"""The order in which a learner's two activities use its weights: left free, recorded, or given by a record.
+"""The order in which a learner's two activities use its weights. The order is free, is recorded, or follows a record.
 
-A mini-batch and its gradient are functions of a ticket and of weights. Two runs of one seed differ only in order: which
-learner takes which ticket, which of a learner's activities uses its weights next, whose message a server takes first,
-and which averaging round is the last. A record has all of these in `turns`, a text with one sign for each:
+A mini-batch and its gradient are functions of a ticket and of weights. Two runs with the same seed differ only in the
+order of events: which learner receives which ticket, which of a learner's activities uses its weights next, whose
+message a server handles first, and which averaging round is the last. A record contains these events in `turns`, a text
+with one sign for each event:
 
-    f, b     the foreground or the background uses the weights: a copy, a step, a change, a replacement, their version
-    f3, b3   the foreground or the background takes the handle with key 3 (a message of learner 3), the first to finish
-    r, e     the background enters the next averaging round; or there is no further one
-    x        the foreground gets no further mini-batch
-    l7,9,5   the membership ends for this learner: its foreground has used the weights 7 times before it had a
-             background, which is not listed; the foreground has started or awaited 9 messages, means and other
-             handles, the background 5
+    f, b     the foreground or the background uses the weights: it copies, steps, changes or replaces them, or reads
+             their version
+    f3, b3   the foreground or the background takes the handle with key 3 (a message of learner 3), which finished first
+    r, e     the background enters the next averaging round (r), or there is no further round (e)
+    x        the foreground receives no further mini-batch
+    l7,9,5   the membership ends for this learner. Before the learner had a background, its foreground used the weights
+             7 times; these uses are not listed. The foreground started or awaited 9 messages, means and other handles,
+             and the background 5
 """
 
 from __future__ import annotations
@@ -32,18 +34,19 @@ from starling.workload import Ticket
 
 FOREGROUND, BACKGROUND, ROUND, NO_ROUND, NO_BATCH, LEFT = "f", "b", "r", "e", "x", "l"
 ARITHMETIC = ("torch", "threads", "processor", "device")
-"""What the bits of a gradient depend on, beside weights, mini-batch and model."""
+"""Properties other than weights, mini-batch and model on which the bits of a gradient depend."""
 RACES = ("hogwild",)
 """Strategies whose learners race for single numbers, so that no order of events determines their weights."""
 LOOK_SECONDS = 0.1
-"""Longest wait for a turn after which a thread looks whether its learner has failed."""
+"""Time for which a thread waits for its turn before it checks whether its learner has failed."""
 _TURN = re.compile(r"[fb][0-9]*|[rex]|l[0-9]+,[0-9]+,[0-9]+")
 
 
 class Order:
     """Leaves the order free, and records nothing.
 
-    Its attributes tell whether its methods need to be called; most learners have no background, and call none of them.
+    The attributes of an order say whether its methods need to be called. Most learners have no background, and call
+    none of them.
     """
 
     gives = False
@@ -53,54 +56,56 @@ class Order:
 
     def __init__(self) -> None:
         self.turns = deque[str]()
-        """What has been noted and not been written down."""
+        """Turns that have been noted but not written to the record."""
         self.num_used = [0, 0]
-        """How often the foreground and the background have used the weights."""
+        """Numbers of times that the foreground and the background have used the weights."""
         self.num_started = [0], [0]
-        """How many messages, means and other handles each has started or awaited. One that has left could not start
-        the next."""
+        """Numbers of messages, means and other handles that the foreground and the background have started or awaited.
+        An activity that has left could not start the next one."""
 
     @property
     def num_own(self) -> int:
-        """How often the calling activity has used the weights."""
+        """The number of times that the calling activity has used the weights."""
         return self.num_used[0]
 
     def share(self) -> None:
-        """Note that the background begins; from now on two activities use the weights."""
+        """Note that the background begins, so that two activities use the weights from now on."""
 
     def wait(self) -> None:
         """Wait until it is the calling activity's turn to use the weights."""
 
     def note(self) -> None:
-        """Note that the calling activity uses the weights now. Called with their lock held, after `wait`."""
+        """Note that the calling activity uses the weights now. The caller must hold the lock of the weights, and must
+        have called `wait`."""
 
     def started(self, is_behind: bool) -> None:
-        """Note that an activity starts to send, to receive or to average, or has awaited a handle."""
+        """Note that an activity starts to send, receive or average, or has awaited a handle."""
         self.num_started[is_behind][0] += 1
 
     def key(self) -> int | None:
-        """The key of the handle that the calling activity must take next; None if it takes the first to finish."""
+        """Return the key of the handle that the calling activity must take next, or None if it takes the first handle
+        to finish."""
         return None
 
     def chose(self, key: int) -> None:
-        """Note that the calling activity takes the handle with this key, the first to be finished."""
+        """Note that the calling activity takes the handle with this key, which finished first."""
 
     def takes_place(self) -> bool | None:
-        """Whether the next averaging round takes place; None if the learners decide."""
+        """Return whether the next averaging round takes place, or None if the learners decide."""
         return None
 
     def entered(self, takes_place: bool) -> None:
-        """Note that the background enters the next averaging round, or that there is none."""
+        """Note that the background enters the next averaging round, or that there is no further round."""
 
     def ended(self) -> None:
-        """Note that the foreground gets no further mini-batch."""
+        """Note that the foreground receives no further mini-batch."""
 
     def left(self) -> None:
         """Note that the membership ends for this learner."""
 
     def flush(self) -> None:
-        """Write down what has been noted. Called before anything leaves the process, so that the record has all that
-        others may have seen of a learner when it is killed."""
+        """Write the noted turns to the record. This method is called before any data leaves the process. If the learner
+        is killed, the record thus contains all events whose effects other learners may have seen."""
 
 
 FREE = Order()
@@ -109,8 +114,8 @@ FREE = Order()
 class RecordedOrder(Order):
     """Records the order.
 
-    `is_behind` returns whether the background calls. `tell` is given the turns since the last call. Both activities may
-    call at any time.
+    `is_behind` returns whether the caller is the background. `tell` is called with the turns since its last call. Both
+    activities may call the methods at any time.
     """
 
     def __init__(self, is_behind: Callable[[], bool], tell: Callable[[str], None]) -> None:
@@ -156,7 +161,7 @@ class RecordedOrder(Order):
 
 
 class Turns:
-    """The turns of a learner in a record, which its activities take one after the other."""
+    """The turns of a learner in a record. The learner's activities take them one after another."""
 
     def __init__(self, learner: int, turns: Iterable[str]) -> None:
         self._learner, self._turns = learner, [turn for turn in turns if not turn.startswith(LEFT)]
@@ -172,17 +177,18 @@ class Turns:
         self._num_taken += 1
 
     def is_next(self, turn: str) -> bool:
-        """Whether this is the next turn of the learner."""
+        """Return whether `turn` is the next turn of the learner."""
         return not self.are_over and self._turns[self._num_taken] == turn
 
     def following(self, is_behind: bool) -> str | None:
-        """The next turn of the foreground or the background; None if the record has no more."""
+        """Return the next turn of the foreground or the background, or None if the record has no further turn."""
         own = (BACKGROUND, ROUND, NO_ROUND) if is_behind else (FOREGROUND, NO_BATCH)
         places = range(self._num_taken, len(self._turns))
         return next((turn for turn in map(self._turns.__getitem__, places) if turn[0] in own), None)
 
     def expect(self, turn: str, is_behind: bool) -> bool:
-        """Whether the record has further turns of an activity. Raises ReplayError if the next one is not `turn`."""
+        """Return whether the record has further turns of an activity. Raises `ReplayError` if the next of these is not
+        `turn`."""
         expected = self.following(is_behind)
         if expected not in (turn, None):
             raise ReplayError(
@@ -195,8 +201,8 @@ class Turns:
 class FollowedOrder(RecordedOrder):
     """Lets the two activities of a learner, which are threads, take the turns of a record, and records them again.
 
-    `wait_until` waits until a condition holds, which it evaluates again and again. Without a second activity there are
-    no turns to wait for.
+    `wait_until` waits until a condition holds, which it evaluates repeatedly. Without a second activity there are no
+    turns for which to wait.
     """
 
     def __init__(
@@ -253,7 +259,7 @@ class FollowedOrder(RecordedOrder):
             self._wait_until(has_come)
 
     def _is_turn(self, turn: str) -> bool:
-        return self._given.are_over or self._given.is_next(turn)  # what follows the last turn uses final weights
+        return self._given.are_over or self._given.is_next(turn)  # events after the last turn use final weights
 
     def _take(self) -> None:
         with self._changed:
@@ -263,19 +269,19 @@ class FollowedOrder(RecordedOrder):
 
 
 def arithmetic(device: torch.device) -> dict[str, str | int]:
-    """Each of `ARITHMETIC`, as it is in this process."""
+    """Return the value of each property in `ARITHMETIC` in this process."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     found = torch.__version__, torch.get_num_threads(), torch.backends.cpu.get_cpu_capability(), name
     return dict(zip(ARITHMETIC, found, strict=True))
 
 
 def sha256_of(weights: torch.Tensor) -> str:
-    """The hash of a learner's weights `[P]`."""
+    """Return the hash of a learner's weights `[P]`."""
     return hashlib.sha256(weights.cpu().contiguous().view(torch.uint8).numpy().data).hexdigest()
 
 
 def turns_in(text: str) -> Iterator[str]:
-    """The turns of a record. Raises ValueError if the text has anything else."""
+    """Yield the turns in the text of a record. Raises `ValueError` if the text contains anything else."""
     place = 0
     for found in _TURN.finditer(text):
         if found.start() != place:
@@ -288,35 +294,37 @@ def turns_in(text: str) -> Iterator[str]:
 
 @dataclass
 class Script:
-    """What the record has of one learner in one membership."""
+    """The record of one learner in one membership."""
 
     learner: int
     batches: list[tuple[int, float | None]] = field(default_factory=list)
-    """The steps of its mini-batches, each with the training time of its claim, if the budget depends on that."""
+    """Steps of the learner's mini-batches, each with the training time of its claim if the budget depends on time."""
     turns: list[str] = field(default_factory=list)
-    """See the top of this file."""
+    """Turns of the learner, in the notation at the top of this file."""
     barriers: list[tuple[int, bool]] = field(default_factory=list)
-    """Portions before which there is a checkpoint barrier on which learners agreed, and whether the run ends there."""
+    """Portions before which there is a checkpoint barrier on which learners agreed, each with whether the run ends
+    there."""
     cuts: dict[int, tuple[int | None, int]] = field(default_factory=dict)
-    """The cut of each barrier, and how often the activity that saved its state had used the weights."""
+    """For each barrier, its cut, and the number of times that the activity that saved the state had used the
+    weights."""
     plan: str = ""
-    """How the membership began: a `MembershipStart`, encoded."""
+    """Plan with which the membership began, as an encoded `MembershipStart`."""
     number: int = 0
     """Number of the membership."""
     saves: bool = False
     """Whether the learner copied its state at barriers."""
     states: list[tuple[int, str]] = field(default_factory=list)
-    """The steps of its saved states, each with the hash of the weights."""
+    """Steps of the learner's saved states, each with the hash of the weights."""
     arithmetic: dict[str, Any] = field(default_factory=dict)
-    """Where it computed: each of `ARITHMETIC`."""
+    """Value of each property in `ARITHMETIC` where the learner computed."""
     sums_in_order: bool = True
-    """Whether gradients were summed in the order of ranks."""
+    """Whether gradients were added in rank order."""
     members: Sequence[int] = ()
-    """The learners of the membership."""
+    """Learners of the membership."""
 
     def add(self, event: Mapping[str, Any] | None, place: str) -> None:
-        """Add an event of the learner's stream; kinds that a replay does not need are left out. Raises ReplayError with
-        the `place` if the event is damaged, or not as docs/events.md says."""
+        """Add an event of the learner's stream. Kinds of events that a replay does not need are left out. Raises
+        `ReplayError` with the `place` if the event is damaged, or does not agree with docs/events.md."""
         try:
             if event is None:
                 raise ValueError("not an event, or not as it was written")
@@ -343,7 +351,7 @@ class Script:
                 self.states.append((int(event["step"]), event["sha256"]))
 
     def check_arithmetic(self, device: torch.device) -> None:
-        """Raise ReplayError if other bits are computed on this device than the learner computed."""
+        """Raise `ReplayError` if this device may compute different bits than the recorded learner computed."""
         here = arithmetic(device)
         for name in ARITHMETIC:
             if self.arithmetic[name] != here[name]:
@@ -353,9 +361,9 @@ class Script:
                 )
 
     def claimed(self, tickets: SyncGroupTickets) -> list[tuple[int, float | None]]:
-        """The portions that the learner claimed, each with the training time of its claim."""
+        """Return the portions that the learner claimed, each with the training time of its claim."""
         return list({tickets.number_of(Ticket(0, 0, step)): minutes for step, minutes in self.batches}.items())
 
     def without_events(self, learner: int) -> Script:
-        """What the record of this membership has of another learner, which was lost before it began."""
+        """Return the record of this membership for a different learner, which was lost before it began."""
         return replace(self, learner=learner, batches=[], turns=[f"{LEFT}0,0,0"], barriers=[], cuts={}, states=[])

@@ -1,8 +1,8 @@
-"""One learner's own weights and optimizer, the operations on them that all engines share, and checks of the strategy's
+"""A learner's own weights and optimizer, the operations on them that all engines share, and checks of the strategy's
 requests.
 
-Without these checks gloo would abort the process on vectors of different sizes, and silently reinterpret different
-dtypes. Each raises `ProtocolError`.
+Without these checks gloo would abort the process if vectors differ in size, and would silently reinterpret vectors that
+differ in dtype. A failed check raises `ProtocolError`.
 """
 
 import math
@@ -29,7 +29,7 @@ NEVER_NEGATIVE = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delt
 
 @contextmanager
 def in_turn(order: Order, locks: Sequence[AbstractContextManager[Any]]) -> Generator[None, None, None]:
-    """A context in which the calling activity alone uses what these locks guard, in its turn."""
+    """A context in which only the calling activity, in its turn, uses the data that these locks guard."""
     if order.gives:
         order.wait()
     with ExitStack() as held:
@@ -45,9 +45,9 @@ def in_turn(order: Order, locks: Sequence[AbstractContextManager[Any]]) -> Gener
 class Replica:
     """Weights `[P]`, the parameters that view them, and the optimizer that changes them, under one lock.
 
-    `param.grad` is a view into `gradients` `[P]` or, if that must not be overwritten, into a `workspace` `[P]`, which
-    replicas may share. A gradient in other memory is first copied there. `sum_over_island` sums a number over the
-    ranks of the learner's island, if there is one: all of them call it.
+    `param.grad` is a view into `gradients` `[P]` or, if `gradients` must not be overwritten, into a `workspace` `[P]`,
+    which replicas may share. A gradient in other memory is first copied there. `sum_over_island` adds up a number over
+    the ranks of the learner's island, if there is an island; all of these ranks call it.
     """
 
     def __init__(
@@ -72,7 +72,8 @@ class Replica:
         self._make_optimizer = make_optimizer
         self.optimizer = make_optimizer(parameters)
         self.fast_step: Callable[[], object] | None = None
-        """Function that an engine calls in place of the optimizer's `step`, because it does the same in less time."""
+        """Function that does the same as the optimizer's `step` in less time and is called in its place; None if there
+        is no such function."""
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
         self._memory: OptimizerMemory | None = None
         self.strategy_state: dict[str, Tensor] = {}
@@ -86,7 +87,7 @@ class Replica:
         """The order in which the learner's activities use the weights."""
 
     def _in_turn(self) -> AbstractContextManager[object]:
-        """A context in which the calling activity alone uses the weights, in its turn."""
+        """Return a context in which only the calling activity, in its turn, uses the weights."""
         return self._lock if self.order is FREE else in_turn(self.order, [self._lock])
 
     def step(self, gradient: Tensor, learning_rate_factor: float) -> bool:
@@ -95,10 +96,10 @@ class Replica:
         Returns False, without a step, if the gradient is not finite.
         """
         if self.order.gives:
-            self.order.wait()  # before the workspace is used, which replicas may share
+            self.order.wait()  # before the workspace is used, because replicas may share it
         if gradient.data_ptr() != self._workspace.data_ptr():
             gradient = self._workspace.copy_(gradient)
-        # before the lock: other ranks of an island must not wait for this one's background
+        # before the lock, because other ranks of an island must not wait for the background of this one
         if not math.isfinite(self.clip(gradient)):
             return False
         with self._in_turn():
@@ -111,7 +112,8 @@ class Replica:
 
     @contextmanager
     def _as_parameter_gradients(self, gradient: Tensor) -> Generator[None, None, None]:
-        """Within this context `param.grad` is a view into `gradient` `[P]`, or None for a parameter without one."""
+        """Within this context, `param.grad` is a view into `gradient` `[P]`, or None for a parameter without a
+        gradient."""
         if gradient.data_ptr() == self._workspace.data_ptr() and not self.sometimes_unused:
             yield
             return
@@ -127,7 +129,7 @@ class Replica:
                 parameter.grad = before
 
     def clip(self, gradient: Tensor) -> float:
-        """Clip `gradient` `[P]` in place to `clip_norm`; returns its norm before clipping."""
+        """Clip `gradient` `[P]` in place to `clip_norm`, and return its norm before clipping."""
         norm = float(torch.linalg.vector_norm(gradient))
         if self._sum_over_island is not None:
             norm = math.sqrt(total) if (total := self._sum_over_island(norm * norm)) >= 0.0 else math.nan
@@ -136,11 +138,12 @@ class Replica:
         return norm
 
     def optimizer_of_piece(self, parameters: dict[int, nn.Parameter]) -> Optimizer:
-        """An optimizer like this replica's, for (parts of) parameters, by the number of the parameter."""
+        """Create an optimizer like this replica's for parameters, or parts of them. `parameters` maps the number of
+        each parameter to the parameter or its part."""
         return self._make_optimizer(list(parameters.values()))
 
     def learning_rate(self, factor: float) -> float:
-        """The learning rate of the first parameter group."""
+        """Return the learning rate of the first parameter group, given its factor."""
         return float(self._peaks[0]) * factor
 
     @property
@@ -149,7 +152,7 @@ class Replica:
         return float(self.optimizer.param_groups[0]["lr"]) / self._peaks[0] if self._peaks[0] else 0.0
 
     def apply(self, delta: Tensor, piece: slice | None = None, in_round: bool = False) -> None:
-        """Add a change to the weights; see `Learner.apply`. A change of an averaging round is also added to the copies
+        """Add a change to the weights; see `Learner.apply`. A change by an averaging round is also added to the copies
         for rounds."""
         with self._in_turn():
             for copies in self._for_rounds if in_round else ():
@@ -159,9 +162,10 @@ class Replica:
                 self.version += 1
 
     def _add(self, vectors: Sequence[Tensor], delta: Tensor, piece: slice | None) -> None:
-        """Add a change to the weights, or to a piece of them or of the optimizer's state per weight."""
+        """Add a change to the weights, to a piece of the weights, or to a piece of the state that the optimizer keeps
+        for each weight."""
         number, start = (0, 0) if piece is None else divmod(piece.start, self._size)
-        if number >= len(vectors):  # copied before the optimizer's state was averaged
+        if number >= len(vectors):  # the copies were made before the optimizer's state was averaged
             return
         changed = vectors[number][start : start + len(delta)]
         changed.add_(delta.to(changed.device))
@@ -169,15 +173,16 @@ class Replica:
             changed.clamp_(min=0.0)
 
     def copy_for_rounds(self, takes_turn: bool = True) -> list[Tensor]:
-        """Copies of the weights and of the averaged state of the optimizer, in host memory. Until
-        `end_copy_for_rounds`, all changes by averaging rounds are added to them."""
+        """Return copies of the weights and of the averaged state of the optimizer, in host memory. Until
+        `end_copy_for_rounds` is called, all changes by averaging rounds are added to the copies."""
         with self._in_turn() if takes_turn else self._lock:
             copies = [vector.detach().to("cpu", copy=True) for vector in self._vectors]
             self._for_rounds.append(copies)
         return copies
 
     def end_copy_for_rounds(self, copies: list[Tensor], state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Add no more to these copies. Returns the optimizer's `state_dict` with their averaged state."""
+        """Stop adding changes to these copies. Returns the optimizer's `state_dict` with the averaged state from the
+        copies."""
         with self._lock:
             self._for_rounds = [each for each in self._for_rounds if each is not copies]
         if len(copies) == 1 or self._memory is None:
@@ -186,7 +191,7 @@ class Replica:
 
     @property
     def _vectors(self) -> list[Tensor]:
-        """The weights, and the averaged vectors of the optimizer's state."""
+        """The weights and the averaged vectors of the optimizer's state."""
         return [self.weights, *(self._memory.vectors if self._memory is not None else ())]
 
     def replace(self, weights: Tensor, piece: slice | None = None) -> None:
@@ -196,18 +201,19 @@ class Replica:
                 self.version += 1
 
     def snapshot(self, piece: slice | None = None, into: Tensor | None = None) -> Tensor:
-        """A copy of the weights or of a piece of them, in new memory or in `into`, of the same shape."""
+        """Return a copy of the weights or of a piece of them, in new memory or in `into`, which has the same shape."""
         with self._in_turn():
             own = self._at(piece)
             return own.clone() if into is None else into.copy_(own)
 
     def version_in_turn(self) -> int:
-        """The version of the weights, as an activity reads it in its turn."""
+        """Return the version of the weights, which the calling activity reads in its turn."""
         with self._in_turn():
             return self.version
 
     def on_host(self) -> Tensor:
-        """The weights in host memory, after all changes so far; not a copy if the model is on the CPU."""
+        """Return the weights in host memory, after all changes so far. If the model is on the CPU, the result is not a
+        copy."""
         if self.weights.device.type == "cpu":
             return self.weights.detach()
         return self.snapshot().cpu()
@@ -226,7 +232,7 @@ class Replica:
         ]
 
     def reset_optimizer(self) -> None:
-        """Forget everything that the optimizer keeps between its steps."""
+        """Discard all state that the optimizer keeps between its steps."""
         with self._lock:
             self.optimizer.state.clear()
 
@@ -237,7 +243,7 @@ class Replica:
         self.strategy_state = {name: each.clone() for name, each in strategy.items()}
 
     def state_of_strategy(self, name: str, initial: Tensor) -> Tensor:
-        """The tensor that a strategy keeps under a name; see `Learner.strategy_state`."""
+        """Return the tensor that a strategy keeps under a name; see `Learner.strategy_state`."""
         kept = self.strategy_state.get(name)
         if kept is None or kept.shape != initial.shape:
             kept = initial.detach().clone()
@@ -245,7 +251,7 @@ class Replica:
         return kept
 
     def _at(self, piece: slice | None) -> Tensor:
-        """A view of a piece of the weights or of the optimizer's averaged state; None means all weights."""
+        """Return a view of a piece of the weights or of the optimizer's averaged state. None means all weights."""
         if piece is None:
             return self.weights
         number, start = divmod(piece.start, self._size)
@@ -254,10 +260,11 @@ class Replica:
 
 
 class OptimizerMemory:
-    """One vector `[P]` for each number that the optimizer keeps per weight; its state becomes views into the vectors.
+    """One vector `[P]` for each value that the optimizer keeps for each weight. The optimizer's state becomes views
+    into these vectors.
 
-    `another` creates an equal optimizer for other parameters, given by number. Raises ConfigError if the optimizer
-    keeps anything except such numbers and a step count.
+    `another` creates an equal optimizer for other parameters, given by number. The constructor raises `ConfigError` if
+    the optimizer keeps anything except such values and a step count.
     """
 
     def __init__(
@@ -289,8 +296,8 @@ class OptimizerMemory:
             optimizer.state[parameter][name] = view
 
     def take_back(self) -> None:
-        """Copy the tensors that `load_state_dict` has put in place of the views to the views, which become the
-        optimizer's state again."""
+        """Restore the views as the optimizer's state after `load_state_dict` has replaced them. The values of the
+        loaded tensors are copied to the views."""
         for parameter, name, view in self._views:
             state = self._optimizer.state[parameter]
             found = state.get(name)
@@ -303,7 +310,7 @@ class OptimizerMemory:
             state[name] = view
 
     def with_vectors(self, state_dict: dict[str, Any], vectors: Sequence[Tensor]) -> dict[str, Any]:
-        """A copy of the optimizer's `state_dict` whose numbers per weight come from other vectors."""
+        """Return a copy of the optimizer's `state_dict` in which the values for each weight come from `vectors`."""
         order = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         place = {id(parameter): number for number, parameter in enumerate(order)}
         state = {number: dict(values) for number, values in state_dict["state"].items()}
@@ -315,8 +322,8 @@ class OptimizerMemory:
     def _begin(self, another: Callable[[dict[int, nn.Parameter]], Optimizer]) -> None:
         """Initialise the optimizer's state to zeros.
 
-        A step of another optimizer, on a stand-in for each parameter in turn, creates the state: the parameters
-        themselves must not change, because a gradient may be under way at them.
+        A step of a second optimizer, on a stand-in for each parameter in turn, creates the state. The parameters
+        themselves must not change, because a gradient at their values may be under way.
         """
         for number, parameter in enumerate(self._parameters):
             stand_in = nn.Parameter(torch.zeros_like(parameter))
@@ -352,8 +359,8 @@ T = TypeVar("T")
 
 
 class ReplicaLearner(Learner, LocalOptimizer, Background, Shards):
-    """The operations of all learners on their replica, on every engine. A learner is also its own `optimizer`,
-    `background` and `shards`: their methods share its state."""
+    """The operations of a learner on its replica, which are the same on every engine. A learner is also its own
+    `optimizer`, `background` and `shards`, because their methods share its state."""
 
     rank: int = 0
     world: int = 1
@@ -402,7 +409,8 @@ class ReplicaLearner(Learner, LocalOptimizer, Background, Shards):
         return gradient if is_finite else None
 
     def count_finite(self, is_finite: bool) -> None:
-        """Count non-finite gradients, which are skipped. Raises NonFiniteError after many in a row."""
+        """Count non-finite gradients, which are skipped. Raises `NonFiniteError` after `most_not_finite` of them in a
+        row."""
         statistics = self.statistics
         statistics.num_not_finite += not is_finite
         statistics.not_finite_in_a_row = 0 if is_finite else statistics.not_finite_in_a_row + 1
@@ -411,7 +419,7 @@ class ReplicaLearner(Learner, LocalOptimizer, Background, Shards):
 
     @abstractmethod
     def not_finite(self) -> str:
-        """The message that too many gradients in a row were not finite."""
+        """Return the message that too many gradients in a row were not finite."""
 
     def pieces(self, largest: int, state: bool = False) -> Sequence[slice]:
         return self.replica.pieces(largest, state)
@@ -454,7 +462,7 @@ class ReplicaLearner(Learner, LocalOptimizer, Background, Shards):
 
 
 def changed_beneath(rank: int) -> ProtocolError:
-    """The error if a strategy changes weights while it computes a gradient at them."""
+    """Return the error for a strategy that changes weights while it computes a gradient at them."""
     return ProtocolError(
         f"learner {rank}: its weights changed while a gradient at `weights` was under way; "
         "take the gradient at `snapshot()` instead"
@@ -462,7 +470,7 @@ def changed_beneath(rank: int) -> ProtocolError:
 
 
 def given_away(rank: int) -> ProtocolError:
-    """The error if a strategy awaits a gradient after giving it to `mean`."""
+    """Return the error for a strategy that awaits a gradient after it has passed the gradient to `mean`."""
     return ProtocolError(
         f"learner {rank} awaited a gradient after giving it to `mean`; await the mean, or the gradient before that"
     )

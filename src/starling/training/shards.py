@@ -1,4 +1,5 @@
-"""Model shards in host memory, each with its own optimizer: a server's shard, or memory that learners share."""
+"""Model shards in host memory, each with its own optimizer. A shard belongs to a server, or is memory that learners
+share."""
 
 import copy
 import threading
@@ -21,36 +22,38 @@ MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 OF_MATRICES = ("Adafactor", "Muon")
 """Optimizers that compute with whole matrices."""
 STEP_PASSES = 7
-"""Number of memory passes of an Adam step, each of the shard's size: read the gradient; read and write weights and both
-moments."""
+"""Number of passes over memory of the shard's size in an Adam step, which reads the gradient, and reads and writes the
+weights and both moments."""
 
 SetRates = Callable[[Optimizer, Sequence[float], Tensor, float], None]
-"""Sets the learning rates of a shard's optimizer, from its peak rates, the step metadata and a scale. Without peak
-rates, the learning rates are constant."""
+"""Function that sets the learning rates of a shard's optimizer, given the optimizer's peak rates, the step metadata and
+a scale. Without peak rates, the learning rates are constant."""
 
 
 @runtime_checkable
 class Forkable(Protocol):
-    """A shard's optimizer that can continue on a copy of the shard without some of the steps."""
+    """A shard's optimizer that can continue on a copy of the shard while leaving out some of the steps."""
 
     def fork(self, parameters: list[nn.Parameter]) -> Self:
-        """An optimizer for the copy, with a copy of this one's state."""
+        """Return an optimizer for the copy, with a copy of the state of this optimizer."""
 
     def step_as(self, other: Self) -> None:
-        """Make a step with the gradients of the copy, in the same way as `other`, the shard's own optimizer, has made
-        it."""
+        """Make a step with the gradients of the copy, in the same way as `other`, the shard's own optimizer, has just
+        made its step."""
 
     def catch_up(self, other: Self) -> None:
-        """End the steps of the copy: take over the state of `other` that is independent of left-out steps."""
+        """End the steps of the copy, and adopt the part of `other`'s state that does not depend on the steps that were
+        left out."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, in the form of any optimizer's `state_dict`."""
+        """Return the optimizer's state in the usual form of a `state_dict`."""
 
 
 class HeldShards:
     """The model shards that one learner holds.
 
-    `saved` are the shards in its checkpoint after a resume; each held shard continues from the saved one of its piece.
+    After a resume, `saved` contains the shards in the learner's checkpoint. Each held shard continues from the saved
+    shard of its piece.
     """
 
     def __init__(self, host: ReplicaLearner, set_rates: SetRates, saved: Sequence[ShardState] = ()) -> None:
@@ -65,29 +68,30 @@ class HeldShards:
         return self._hold(piece, memory, torch.zeros(1, dtype=torch.int64), 0, make_optimizer)
 
     def share(self, pieces: Sequence[slice], weights: Tensor, counts: Tensor) -> Sequence[Shard]:
-        """Hold `pieces` of `weights` `[P]`, which all learners share; `counts` `[pieces, L]` counts their steps."""
+        """Hold `pieces` of `weights` `[P]`, which all learners share. `counts` `[pieces, L]` counts the steps of each
+        learner on each piece."""
         return [
             self._hold(piece, weights[piece], counts[number], self.host.rank) for number, piece in enumerate(pieces)
         ]
 
     def forget_saved(self) -> None:
-        """Drop the checkpoint's shards: after the first claim no strategy holds further shards."""
+        """Drop the checkpoint's shards, because no strategy holds further shards after the first claim."""
         self._saved.clear()
 
     @contextmanager
     def in_turn(self) -> Generator[None, None, None]:
-        """A context in which the calling activity alone uses the shards, in its turn."""
+        """A context in which only the calling activity, in its turn, uses the shards."""
         with in_turn(self.host.order, [shard.lock for shard in self.held]):
             yield
 
     def fork(self, portion: int) -> None:
-        """Copy the shards whose optimizers can fork at a checkpoint barrier before `portion`. Call
+        """Copy, at a checkpoint barrier before `portion`, the shards whose optimizers can fork. Call this method within
         `in_turn`."""
         for shard in self.held:
             shard.fork(portion)
 
     def with_forks(self, state: LearnerState, portion: int) -> LearnerState:
-        """A state at that barrier with the copies of the shards, whose forks end."""
+        """End the forks of that barrier, and return the state with the copies of the shards."""
         shards = tuple(shard.end_fork(portion) or saved for shard, saved in zip(self.held, state.shards, strict=True))
         for shard in shards:
             state.weights[shard.start : shard.stop] = shard.weights
@@ -123,8 +127,8 @@ class HeldShards:
 class HeldShard(Shard):
     """A shard in this process's memory, perhaps shared with other processes.
 
-    `weights` `[n]` is that memory. `counts` `[L]` counts the steps of each learner that changes it; this learner's
-    count is at index `place`. Each learner has its own optimizer, so shared memory needs no common lock.
+    `weights` `[n]` is that memory. `counts` `[L]` counts the steps of each learner that changes the shard; the count of
+    this learner is at index `place`. Each learner has its own optimizer, so shared memory needs no common lock.
     """
 
     def __init__(
@@ -141,7 +145,7 @@ class HeldShard(Shard):
         self._counts, self._place = counts, place
         parts = _parts(owner.host.replica.parameters, piece, weights)
         self._parts = list(parts.values())
-        if make_optimizer is None or not parts:  # there are none in a simulation of time alone
+        if make_optimizer is None or not parts:  # a timing-only simulation has no parameters
             self.optimizer = owner.host.replica.optimizer_of_piece(parts)
             self._peaks = [float(group["lr"]) for group in self.optimizer.param_groups]
             kind, parameters = type(self.optimizer).__name__, owner.host.replica.parameters
@@ -153,11 +157,12 @@ class HeldShard(Shard):
         else:
             self.optimizer, self._peaks = make_optimizer(self._parts), []
         self.lock = threading.Lock()
-        """Held while the shard is used: the learner's background may step while a checkpoint is copied."""
+        """Lock that is held while the shard is used, because the learner's background may make a step while a
+        checkpoint is copied."""
         self._forks: dict[int, _Fork] = {}
 
     def _in_turn(self) -> AbstractContextManager[None]:
-        """A context in which the calling activity of the learner alone uses the shard, in its turn."""
+        """Return a context in which only the calling activity of the learner, in its turn, uses the shard."""
         return in_turn(self._owner.host.order, [self.lock])
 
     @property
@@ -190,24 +195,25 @@ class HeldShard(Shard):
         return self._owner.host.start_on_memory(self.weights.nbytes, STEP_PASSES, do)
 
     def copy(self) -> Tensor:
-        """A copy of the weights."""
+        """Return a copy of the weights."""
         with self._in_turn():
             return self.weights.clone()
 
     def seen(self) -> Tensor:
-        """A copy of the weights for another thread than the learner's activities, whatever the turn."""
+        """Return a copy of the weights for a thread that is not one of the learner's activities. The copy takes no
+        turn."""
         with self.lock:
             return self.weights.clone()
 
     def state(self) -> ShardState:
-        """A copy of the shard's weights and optimizer state, for a checkpoint."""
+        """Return a copy of the shard's weights and optimizer state for a checkpoint."""
         with self._in_turn():
             weights, optimizer = self.weights.clone(), copy.deepcopy(self.optimizer.state_dict())
         return ShardState(self._piece.start, self._piece.stop, weights, optimizer)
 
     def fork(self, portion: int) -> None:
-        """Copy the shard at a checkpoint barrier before `portion`, if its optimizer can fork. The copy makes the steps
-        whose gradients are of mini-batches before the barrier, until `end_fork`."""
+        """Copy the shard at a checkpoint barrier before `portion`, if its optimizer can fork. Until `end_fork`, the
+        copy makes only the steps whose gradients come from mini-batches before the barrier."""
         if not isinstance(self.optimizer, Forkable):
             return
         weights = self.weights.clone()
@@ -215,7 +221,7 @@ class HeldShard(Shard):
         self._forks[portion] = _Fork(weights, parts, self.optimizer.fork(parts))
 
     def end_fork(self, portion: int) -> ShardState | None:
-        """The copy at that barrier, which makes no more steps; None if the shard cannot fork."""
+        """Return the copy at that barrier, which makes no more steps, or None if the shard cannot fork."""
         with self._in_turn():
             if (fork := self._forks.pop(portion, None)) is None:
                 return None
@@ -233,7 +239,7 @@ class _Fork(NamedTuple):
 
 @contextmanager
 def _gradients(parts: Sequence[nn.Parameter], gradient: Tensor) -> Generator[None, None, None]:
-    """A context in which the parts of a shard have their parts of a gradient `[n]`."""
+    """A context in which each parameter of a shard has its part of a gradient `[n]`."""
     for part, own in zip(parts, split_gradient(gradient, parts), strict=True):
         part.grad = own
     yield
@@ -242,12 +248,13 @@ def _gradients(parts: Sequence[nn.Parameter], gradient: Tensor) -> Generator[Non
 
 
 def host_copy(weights: Tensor) -> Tensor:
-    """A copy in host memory."""
+    """Return a copy of `weights` in host memory."""
     return weights.detach().cpu().clone()
 
 
 def _parts(parameters: Sequence[nn.Parameter], piece: slice, weights: Tensor) -> dict[int, nn.Parameter]:
-    """Parameters that view the memory of a piece, by number: whole ones in their shape, partial ones as vectors."""
+    """Return parameters that are views into the memory of a piece, by number. Whole parameters have their own shape,
+    and partial parameters are vectors."""
     found: dict[int, Any] = {}
     start = 0
     for number, parameter in enumerate(parameters):

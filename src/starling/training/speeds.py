@@ -1,4 +1,4 @@
-"""Learners of unequal speed: slowed down on purpose, and given mini-batches by their speeds."""
+"""Learners of unequal speed: injected slowness, and batch shares in proportion to speed."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -13,9 +13,10 @@ from starling.strategies.islands import Island
 
 Seconds = float
 BatchShares = Mapping[int, int] | Literal["auto"]
-"""Number of mini-batches in each learner's gradient, by learner; 1 unless given. auto: measured when a run begins."""
+"""Number of mini-batches in each learner's gradient, by learner; the default is 1. auto: the shares follow from speeds
+that are measured when a run begins."""
 MOST_OF_SLOWEST, MOST = 3, 16
-"""Largest share of the slowest learner, and of any."""
+"""Largest batch share of the slowest learner, and of any learner."""
 TOLERANCE, LEAST_GAIN = 1.1, 1.1
 """Speeds within 10 % count as equal, and shares that gain less than 10 % are not worth larger steps."""
 
@@ -52,7 +53,7 @@ class Stragglers(Config):
 
 
 class Delays:
-    """The delays of one learner; their random numbers depend on the seed and the learner."""
+    """The delays of one learner. Their random numbers depend on the seed and the learner."""
 
     def __init__(self, stragglers: Stragglers, seed: int, rank: int) -> None:
         self._factor = stragglers.slow.get(rank, 1.0)
@@ -65,7 +66,7 @@ class Delays:
         self._num_gradients = 0
 
     def after(self, seconds: float) -> float:
-        """Seconds to wait after a gradient that took `seconds`; call once for each gradient."""
+        """Return the seconds to wait after a gradient that took `seconds`. Call this method once for each gradient."""
         self._num_gradients += 1
         longer = seconds * (self._factor - 1.0)
         if self._jitter > 0.0:

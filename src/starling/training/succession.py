@@ -1,16 +1,18 @@
-"""The continuation of a run from saved states: after a membership change, with which learners, at which position and
-from whose state; and states that include the same work although their learners do not step together.
+"""The continuation of a run after a membership change, and the saving of states that include the same work.
+
+The plan of a membership says with which learners, at which position and from whose state the run continues. The saved
+states of all learners must include the same work, although learners may not step together.
 
 Learners pass a checkpoint barrier at different times, each between two of its own mini-batches, and no learner waits
-there. If each saved its weights as they are at that moment, a round between two of these moments would be in one state
-and not in the other, and the mean of the saved weights would lack a part of one learner's progress and include a part
-of another's twice. So a learner copies its state, and adds to the copy the changes of further rounds, up to the cut:
-the first round that no learner has entered when the last one passes the barrier. The changes of a round sum to zero
-over all learners, whatever they have done meanwhile. So the mean of the copies includes each mini-batch before the
-barrier once, and none after it.
+there. Suppose that each learner saved the weights that it has at that moment. A round between two of these moments
+would then be in one state but not in the other, and the mean of the saved weights would lack a part of one learner's
+progress and include a part of another learner's progress twice. Therefore a learner copies its state, and adds to the
+copy the changes of further rounds, up to the cut. The cut is the first round that no learner has entered when the last
+learner passes the barrier. The changes of a round sum to zero over all learners, whatever the learners have done in the
+meantime. The mean of the copies therefore includes each mini-batch before the barrier once, and no later mini-batch.
 
-Likewise a server copies its shards before the first push of a worker that has passed the barrier, and lets the copies
-take the pushes of workers that have not: see `HeldShard.fork`.
+Similarly, a server copies its model shards before the first push of a worker that has passed the barrier, and applies
+the pushes of workers that have not passed it to the copies, too; see `HeldShard.fork`.
 """
 
 from __future__ import annotations
@@ -61,19 +63,20 @@ class Life:
 
     name: int
     delays: Delays
-    """Injected delays."""
+    """Delays that are injected into the learner."""
     faults: Iterator[Sequence[Kill | Pause | NotFinite]]
-    """Injected faults at each of the learner's mini-batches."""
+    """Faults that are injected at each of the learner's mini-batches."""
     state: LearnerState | None = None
     """State of the learner at the end of the last membership, or from a checkpoint; None if it has none yet."""
     script: Script | None = None
-    """What the record that the learner keeps to has of it."""
+    """The learner's part of the record that it follows; None if it follows no record."""
     past: Past = field(default_factory=Past)
     statistics: Statistics = field(default_factory=Statistics)
 
     @classmethod
     def begin(cls, job: Job, name: int, is_new: bool, **more: Any) -> Self:
-        """The `Life` of a learner that starts. A joiner or restarted learner (`is_new`) has no injected faults."""
+        """Create the `Life` of a learner that starts. A joiner or restarted learner (`is_new`) has no injected
+        faults."""
         return cls(
             name=name,
             delays=Delays(job.stragglers, job.seed, name),
@@ -84,41 +87,44 @@ class Life:
 
 @dataclass(frozen=True)
 class MembershipStart:
-    """The beginning of a membership: its position, and which learners copy another's state."""
+    """The plan with which a membership begins: the position of the run, and the learners that copy another learner's
+    state."""
 
     world: int
     position: Position
     minutes: float
-    """Training time so far, the same for all learners."""
+    """Training time so far, which is the same for all learners."""
     source: int | None = None
-    """Rank whose state the `takers` copy, and whose strategy state all copy; or the first rank of an island, whose
-    ranks give their states to those with the same shard. None if each learner continues from its own."""
+    """Rank whose state the `takers` copy, and whose strategy state all learners copy. With islands, it is the first
+    rank of an island, each of whose ranks provides its state to the ranks with the same model shard. None if each
+    learner continues from its own state."""
     takers: tuple[int, ...] = ()
     """Ranks that copy the state of `source`."""
     shares: tuple[int, ...] = ()
-    """Batch shares, by rank; if empty, each learner has one mini-batch."""
+    """Batch shares by rank. If the tuple is empty, each learner has one mini-batch."""
     measured: tuple[tuple[int, int], ...] = ()
     """Name and batch share of each learner whose speed was measured when the run began."""
 
     def with_shares(self, job: Job, names: Sequence[int], seconds: Sequence[float] | None = None) -> MembershipStart:
-        """The plan with the batch shares of the learners with these names, by rank. `seconds` are the times of a
-        mini-batch of each learner, if they have been measured."""
+        """Return the plan with the batch shares of the learners that have these names, by rank. `seconds` contains the
+        time that each learner needs for a mini-batch, if it was measured."""
         measured = self.measured if seconds is None else tuple(zip(names, shares_for(seconds), strict=True))
         given = dict(measured) if job.batch_shares == "auto" else job.batch_shares
         shares = tuple(given.get(name, 1) for name in names) if given else ()
         return replace(self, shares=shares, measured=measured)
 
     def encode(self) -> str:
-        """The plan as JSON."""
+        """Return the plan as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def decode(cls, text: str | bytes) -> MembershipStart:
-        """The inverse of `encode`."""
+        """Decode a plan that `encode` has encoded."""
         return TypeAdapter(cls).validate_json(text)
 
     def state(self, rank: int, own: LearnerState | None) -> LearnerState:
-        """The state with which learner `rank` begins. If it has none, it later receives its weights from `source`."""
+        """Return the state with which learner `rank` begins. A learner without a state receives its weights later from
+        `source`."""
         own = own or LearnerState(rank, self.world, self.position, self.minutes, torch.empty(0), {}, {})
         return replace(
             own.for_computing(),
@@ -131,7 +137,7 @@ class MembershipStart:
         )
 
     def with_source(self, rank: int, own: LearnerState, source: LearnerState) -> LearnerState:
-        """The state of learner `rank` with the parts that it copies from the state of its `source`."""
+        """Return the state of learner `rank` with the parts that it copies from the state of its `source`."""
         state = own.with_strategy_of(source)
         if rank not in self.takers:
             return state
@@ -139,10 +145,12 @@ class MembershipStart:
 
 
 def next_membership(job: Job, before: Membership, change: Membership, is_ordered: bool = False) -> Membership:
-    """The membership after `before`: those of the living learners in `change` with which the strategy can continue.
+    """Return the membership after `before`. Its members are the living learners in `change` with which the strategy can
+    continue.
 
-    `Strategy.successors` determines their order. With `is_ordered`, `change` lists them in order, possibly after
-    several memberships that this learner did not take part in. Raises PeerLost if the strategy cannot continue.
+    `Strategy.successors` determines their order. With `is_ordered`, `change` already lists them in order, possibly
+    after several memberships in which this learner did not take part. Raises `PeerLost` if the strategy cannot
+    continue.
     """
     members_before, members_now = set(before.members), set(change.members)
     lost = [name for name in before.members if name not in members_now]
@@ -167,9 +175,9 @@ def plan_after(
     all_done: Callable[[], DoneTickets],
     names: Sequence[int] = (),
 ) -> MembershipStart:
-    """The plan of a membership from its members' pasts, by rank. `before` is the plan of the last membership in which
-    any of them trained; `all_done` returns the tickets that were done in it. The members' `names` say which batch
-    shares they have."""
+    """Return the plan of a membership, given its members' pasts by rank. `before` is the plan of the last membership in
+    which any of the members trained, and `all_done` returns the tickets that were done in it. The batch shares of the
+    members depend on their `names`."""
     size = job.island.size
     models = [_past_of_island(members[first : first + size]) for first in range(0, len(members), size)]
     if all(each.membership is None for each in models) and any(each.membership is not None for each in members):
@@ -211,32 +219,33 @@ def plan_after(
 
 
 def _past_of_island(ranks: Sequence[Past]) -> Past:
-    """The past of the model that these ranks hold: that of a joiner unless all of them have made the same steps."""
+    """Return the past of the model that these ranks hold. It is the past of a joiner unless all ranks have made the
+    same steps."""
     pasts = {(each.membership, each.num_done) for each in ranks}
     return ranks[0] if len(pasts) == 1 else Past()
 
 
 def must_begin_equal(job: Job, start: LearnerState | None) -> bool:
-    """Whether learners that begin with state `start`, or with none, must all have the same weights."""
+    """Return whether learners that begin with state `start`, or without a state, must all have the same weights."""
     kept = {} if start is None else start.strategy
     return job.strategy.begins_equal(job.options, has_common(kept))
 
 
 def sketch(weights: Tensor) -> list[float]:
-    """Numbers by which learners compare their weights `[P]` without sending them: the norm, and sums of every 64th
-    weight. Rounding changes them little, a difference in weights changes them much."""
+    """Return numbers with which learners compare their weights `[P]` without sending them: the norm, and sums of every
+    64th weight. Rounding changes these numbers little; a difference in weights changes them considerably."""
     sums = torch.stack([weights[first::_NUM_SUMS].sum(dtype=torch.float64) for first in range(_NUM_SUMS)])
     return [float(torch.linalg.vector_norm(weights, dtype=torch.float64)), *sums.tolist()]
 
 
 def are_apart(mine: Sequence[float], theirs: Sequence[float]) -> bool:
-    """Whether the weights of two sketches differ by more than rounding."""
+    """Return whether the weights of two sketches differ by more than rounding."""
     most = ROUNDING * max(mine[0], theirs[0])
     return any(abs(one - other) > most for one, other in zip(mine, theirs, strict=True))
 
 
 def different_weights(job: Job, learner: int, other: int) -> str:
-    """The message that two learners begin with different weights."""
+    """Return the message that two learners begin with different weights."""
     return (
         f"learner {learner} and learner {other} begin with different weights, but under {job.strategy.name} all "
         "learners begin with the same; let make_model give every learner the same weights, for example after "
@@ -255,29 +264,29 @@ class CutAgreement(ABC):
 
     @abstractmethod
     def cut(self, barrier: int) -> int | None:
-        """The cut of a barrier; None if it is not known yet."""
+        """Return the cut of a barrier, or None if it is not known yet."""
 
     def is_cut(self, barrier: int, number: int) -> bool:
-        """Whether a round is the cut of a barrier that this learner has passed. Called by the background whenever it
-        enters a round, before the round changes anything."""
+        """Return whether a round is the cut of a barrier that this learner has passed. The background calls this method
+        whenever it enters a round, before the round changes anything."""
         return self.cut(barrier) == number
 
     def saved(self, barrier: int) -> None:  # noqa: B027 - the processes' store forgets a cut, memory need not
-        """Note that this learner has the complete state of a barrier, and asks no more about its cut."""
+        """Note that this learner has the complete state of a barrier, and no longer needs the cut of the barrier."""
 
 
 class RecordedCuts(CutAgreement):
-    """Cuts that become known when they did in a record.
+    """Cuts that become known at the same time as in a record.
 
-    `cuts` has, by barrier, its cut and how often the activity that saved the state had used the weights; `num_own`
-    returns how often the calling activity has.
+    `cuts` contains, for each barrier, its cut and the number of times that the activity that saved the state had used
+    the weights. `num_own` returns the number of times that the calling activity has used the weights.
     """
 
     def __init__(self, cuts: Mapping[int, tuple[int | None, int]], num_own: Callable[[], int]) -> None:
         self._cuts, self._num_own = cuts, num_own
 
     def passed(self, barrier: int, num_entered: int) -> None:
-        """Nothing: the cut is recorded."""
+        """Do nothing, because the cut is recorded."""
 
     def is_cut(self, barrier: int, number: int) -> bool:
         return barrier in self._cuts and self._cuts[barrier][0] == number
@@ -297,24 +306,25 @@ class _Pending:
     complete: Callable[[LearnerState], LearnerState]
     is_complete: bool = False
     cut: int | None = None
-    """Its cut, where the background has found it."""
+    """Cut of the barrier, once the background has found it."""
 
 
 class Cuts:
-    """The states that one learner has copied at checkpoint barriers, until they are complete.
+    """The states that a learner has copied at checkpoint barriers and that are not complete yet.
 
-    The foreground copies and saves; the background reports the rounds that it enters and completes.
+    The foreground copies and saves states. The background reports the rounds that it enters and completes.
     """
 
     def __init__(self, replica: Replica, agreement: CutAgreement, takes_turns: bool = True) -> None:
-        """`takes_turns` is false if the learner keeps to the record of a run that copied no states."""
+        """Begin without states. `takes_turns` is false if the learner follows the record of a run that copied no
+        states."""
         self._replica, self._agreement, self._takes_turns = replica, agreement, takes_turns
         self._lock = threading.Lock()
         self._pending: list[_Pending] = []
         self.num_passed = self._num_entered = self._num_completed = 0
         self.on_cut: Callable[[int, int | None, int], object] = lambda barrier, cut, turn: None
-        """Called with a barrier whose state is complete, its cut (None at the end of the run), and how often the
-        calling activity had used the weights when it asked."""
+        """Function that is called with a barrier whose state is complete, the cut of the barrier (None at the end of
+        the run), and the number of times that the calling activity had used the weights when it asked for the cut."""
 
     def entered(self, number: int) -> None:
         """Note that the background enters a round."""
@@ -336,11 +346,11 @@ class Cuts:
         save: Callable[[LearnerState], None],
         complete: Callable[[LearnerState], LearnerState] | None = None,
     ) -> None:
-        """Copy the state at the next barrier, and `save` it once it is complete: when it has its rounds or, with
-        `complete`, when that has completed it after all learners have passed the barrier."""
+        """Copy the state at the next barrier, and `save` it once it is complete. A state is complete when it includes
+        its rounds. With `complete`, that function completes the state after all learners have passed the barrier."""
         copied = state.copy()
         if complete is None and self._takes_turns:
-            self._replica.order.wait()  # before the lock, which the background takes in its own turns
+            self._replica.order.wait()  # before the lock, because the background acquires it in its own turns
         with self._lock:
             chosen = self._copy_for_rounds() if complete is None else complete
             self._pending.append(pending := _Pending(self.num_passed, copied, save, chosen))
@@ -349,7 +359,7 @@ class Cuts:
         self._agreement.passed(pending.barrier, num_entered)
 
     def save(self, is_over: bool = False) -> None:
-        """Save, in order, the states that are complete, or all states if the run is over. Called between two
+        """Save, in order, the states that are complete, or all states if the run is over. Call this method between two
         mini-batches."""
         while self._pending:
             first = self._pending[0]
@@ -373,8 +383,8 @@ class Cuts:
                 pending.is_complete = True
 
     def _copy_for_rounds(self) -> Callable[[LearnerState], LearnerState]:
-        """Copy the state that rounds change, and add their changes to the copies. The result puts the copies into a
-        state."""
+        """Copy the state that rounds change, and let further rounds add their changes to the copies. Return a function
+        that puts the copies into a state."""
         replica, copies = self._replica, self._replica.copy_for_rounds(self._takes_turns)
 
         def complete(state: LearnerState) -> LearnerState:

@@ -1,7 +1,7 @@
-"""The plan by which tensor parallelism cuts a model, which the model declares as `tensor_plan`.
+"""The plan by which tensor parallelism cuts a model. The model declares it as `tensor_plan`.
 
-A plan has the form that torch's `parallelize_module` takes: names of modules, with wildcards, and how each is cut.
-`tensor_plan` is such a mapping, or a method that returns it.
+A plan has the form that torch's `parallelize_module` expects: it maps names of modules, with wildcards, to the styles
+in which they are cut. `tensor_plan` is such a mapping, or a method that returns one.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 def tensor_plan(model: nn.Module) -> dict[str, "ParallelStyle"]:
-    """The plan by which a model is cut. Raises ConfigError if the model declares none, or names modules that it does
-    not have."""
+    """Return the plan by which a model is cut. Raises `ConfigError` if the model declares no plan, or if the plan names
+    modules that the model does not have."""
     declared = getattr(model, "tensor_plan", None)
     plan = declared() if callable(declared) else declared
     if not isinstance(plan, Mapping) or not plan:
@@ -39,7 +39,7 @@ def tensor_plan(model: nn.Module) -> dict[str, "ParallelStyle"]:
 
 
 def modules_of(model: nn.Module, key: str) -> list[nn.Module]:
-    """The modules that a key of a plan names."""
+    """Return the modules that a key of a plan names."""
     wanted = key.split(".")
     return [
         module
@@ -49,7 +49,8 @@ def modules_of(model: nn.Module, key: str) -> list[nn.Module]:
 
 
 def cut_dims(model: nn.Module) -> dict[nn.Parameter, int]:
-    """The parameters that a model's plan cuts, and along which dimension, for layers cut by columns or rows."""
+    """Return the parameters that a model's plan cuts, each with the dimension along which it is cut. Only layers that
+    are cut by columns or rows are included."""
     from torch.distributed.tensor.parallel import RowwiseParallel
 
     found = {}
@@ -64,7 +65,7 @@ def cut_dims(model: nn.Module) -> dict[nn.Parameter, int]:
 
 
 def _cut_modules(model: nn.Module) -> Iterator[tuple[nn.Module, "ParallelStyle"]]:
-    """The modules that a model's plan cuts by columns or rows, each with its style."""
+    """Yield the modules that a model's plan cuts by columns or rows, each with its style."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     for key, style in tensor_plan(model).items():
@@ -81,12 +82,13 @@ class Traffic:
     gathers: tuple[int, ...]
     """Sizes of the all-gathers of activations."""
     reductions: tuple[int, ...]
-    """Sizes of the all-reduces of activations, and in backward of gradients."""
+    """Sizes of the all-reduces of activations and, in backward, of gradients."""
 
 
 def traffic_of(workload: Workload[Any]) -> Traffic:
-    """The traffic of a workload's first mini-batch, as the workload itself states it (`traffic`), or from a forward
-    pass. Styles other than `ColwiseParallel` and `RowwiseParallel` are assumed to send nothing."""
+    """Return the traffic of a workload's first mini-batch. The workload may state it (`traffic`); otherwise it is
+    measured in a forward pass. Styles other than `ColwiseParallel` and `RowwiseParallel` are assumed to send
+    nothing."""
     from torch.distributed.tensor.parallel import ColwiseParallel
 
     if isinstance(said := getattr(workload, "traffic", None), Traffic):

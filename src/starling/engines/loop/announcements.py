@@ -1,14 +1,14 @@
 """Announcements between learners with users' loops: which learners have finished or failed, and requests for a
 consensus.
 
-Announcements are numbered keys in the store, the same sequence for all learners. In each learner a thread waits for the
-next one, without polling. So learners take part in a consensus while their loops compute, and all these threads end
-after the same announcement, unless the membership ends before that.
+Announcements are numbered keys in the store, so that all learners see the same sequence. In each learner a thread waits
+for the next announcement, without polling. Learners can therefore take part in a consensus while their loops compute.
+All these threads end after the same announcement, unless the membership ends earlier.
 
-A learner ends in stages. `ended`: its loop has made its last step; learners that step together then agree on the last
-one. `finished`: its strategy needs no more gradients; once all have finished, the strategies run to their ends.
-`settled`: its weights are final; once all have settled, the final consensus follows, if a learner wants it. `closed`:
-it no longer needs the others.
+A learner ends in stages. `ended`: its loop has made its last step; learners that step together then agree on the number
+of the last step. `finished`: its strategy needs no more gradients; once all learners have finished, the strategies run
+to their ends. `settled`: its weights are final; once all learners have settled, the final consensus follows, if a
+learner wants it. `closed`: the learner no longer needs the others.
 """
 
 import json
@@ -31,18 +31,19 @@ from starling.engines.processes.handshake import Peers
 from starling.errors import ProtocolError
 
 _ROUNDING = 1e-4
-"""Largest distance between equal replicas, relative to the norm of their weights, that rounding on different processors
-explains."""
+"""Largest distance between equal replicas, relative to the norm of their weights, that can result from rounding on
+different processors."""
 UNEQUAL = "unequal"
-"""Key, and announcement, that tells why learners that must make equal numbers of steps cannot end together."""
+"""Key, and name of the announcement, under which the reason is published why learners that must make equal numbers of
+steps cannot end together."""
 
 
 class AnnouncementListener(threading.Thread):
-    """Listens to announcements, and takes part in each consensus for its learner.
+    """Listens to announcements, and takes part in each consensus on behalf of its learner.
 
-    `contribution` returns the learner's contribution after the steps of its `run`, which also counts the bytes, and the
-    weights `[P]` whose distance from the mean is measured. The thread calls `on_news` when a learner has finished,
-    settled, closed or failed, and `on_error` when it fails itself.
+    `contribution` returns the learner's contribution after the steps of its `run`, and the weights `[P]` whose distance
+    from the mean is measured. `run` also counts the bytes. The thread calls `on_news` when a learner has finished,
+    settled, closed or failed, and `on_error` when the thread itself fails.
     """
 
     def __init__(
@@ -56,25 +57,26 @@ class AnnouncementListener(threading.Thread):
     ) -> None:
         # a daemon, because it must not keep a failed process alive
         super().__init__(name=f"starling-announcements-{peers.rank}", daemon=True)
-        # each of these holds, by rank, the words of the announcement with its name
+        # each of these attributes holds, by rank, the content of the announcements that have its name
         self.ended: dict[int, tuple[int, int]] = {}
-        """The number of steps of each rank whose loop has ended, and the number of steps by which it may be ahead of
-        the others."""
+        """For each rank whose loop has ended, its number of steps, and the number of steps by which it may be ahead of
+        the other ranks."""
         self.ahead: dict[int, int] = {}
-        """The newest step of each rank that still makes steps although another one has ended before it."""
+        """The newest step of each rank that still makes steps after another rank has ended."""
         self.unequal: dict[int, str] = {}
-        """Why learners that must make equal numbers of steps cannot end together: the same text for all ranks."""
+        """The reason why learners that must make equal numbers of steps cannot end together. The text is the same for
+        all ranks."""
         self.finished: dict[int, str] = {}
         """The ranks whose strategies need no more gradients."""
         self.settled: dict[int, int] = {}
         """The ranks whose weights are final, each with whether it wants the final consensus."""
         self.closed: dict[int, str] = {}
         self.failed: dict[int, tuple[bool, str]] = {}
-        """For each rank that failed, whether it had lost a peer, and its error."""
+        """For each rank that failed, whether it had lost a peer, and the text of its error."""
         self.final: Future[Consensus | None] = Future()
-        """The consensus of the final weights, once all have settled; None if no learner wants it."""
+        """The consensus of the final weights, once all learners have settled; None if no learner wants it."""
         self._store = peers.store
-        # its own connection, because it blocks
+        # a separate connection, because the thread blocks on it
         self._own = clone_store(peers.store)
         self._own.set_timeout(timedelta(days=20))
         self._rank, self._world, self._means, self._run = peers.rank, peers.world, means, run
@@ -85,13 +87,13 @@ class AnnouncementListener(threading.Thread):
         self._under_way: tuple[int, Future[Consensus]] | None = None
 
     def announce(self, what: str, word: object = "") -> int:
-        """Tell all learners, including this one; returns the number of the announcement."""
+        """Make an announcement to all learners, including this one, and return the number of the announcement."""
         number = self._store.add("announced", 1) - 1
         self._store.set(f"announced/{number}", json.dumps([self._rank, what, word]))
         return number
 
     def request(self) -> "Future[Consensus]":
-        """Request a consensus that includes this learner's steps so far; if one that includes them is under way, join
+        """Request a consensus that includes this learner's steps so far. If such a consensus is already under way, join
         it."""
         with self._lock:
             if self._under_way is not None and self._under_way[0] == self._run.num_steps:
@@ -101,7 +103,7 @@ class AnnouncementListener(threading.Thread):
             return future
 
     def last_step(self, ranks: Sequence[int]) -> int:
-        """The last step that any of these ranks is known to make."""
+        """Return the number of the last step that any of these ranks is known to make."""
         return max(max(self.ended.get(rank, (0, 0))[0], self.ahead.get(rank, 0)) for rank in ranks)
 
     @property
@@ -142,15 +144,15 @@ class AnnouncementListener(threading.Thread):
             self._under_way = num_steps, future
         try:
             future.set_result(self._agree(num_included, mine, own))
-        except BaseException as error:  # the thread continues, to answer the others
+        except BaseException as error:  # the thread continues, to answer the other learners
             self._on_error(error)
             future.set_exception(error)
         with self._lock:
             self._under_way = None
 
     def _agree(self, num_steps: float, mine: Tensor, own: Tensor) -> Consensus:
-        """The mean of all learners' contributions `mine`. `num_steps` is the number of steps in this learner's weights
-        `own`, or NaN."""
+        """Compute the mean of the contributions `mine` of all learners. `num_steps` is the number of steps that this
+        learner's weights `own` contain, or NaN."""
         self._size = self._size or len(mine)
         if len(mine) != self._size:
             raise ProtocolError(
@@ -164,7 +166,7 @@ class AnnouncementListener(threading.Thread):
         distance, steps, squared_steps = self._means.start(told)().tolist()
         self._run.consensus_bytes += 2 * (self._world - 1) * mine.nbytes // self._world
         strategy = self._run.strategy
-        if strategy.has_one_model and squared_steps == steps * steps:  # after equal numbers of steps
+        if strategy.has_one_model and squared_steps == steps * steps:  # all have made equal numbers of steps
             self._check_equal(strategy.name, distance, mean[: len(own)])
         return Consensus(mean, distance)
 

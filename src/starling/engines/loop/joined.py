@@ -98,7 +98,7 @@ class JoinedLearner(AbstractContextManager["JoinedLearner"]):
                 f"strategy.servers: with own, {place.world - sync_groups.num_workers} of {place.world} processes would "
                 "have no loop; with starling.join use servers='beside'"
             )
-        world = max(2, place.world) if survives else place.world  # others may join later
+        world = max(2, place.world) if survives else place.world  # other learners may join later
         self.is_in_step = strategy.sync_groups(options, world).size == world
         refuses = None if strategy.adopts_changes(options) else strategy.name
         replica = self._replica = LoopReplica(model, optimizer, self.is_in_step, refuses)
@@ -351,7 +351,7 @@ class StepHooks:
         self._replica, self._learner = replica, learner
         self._optimizers = members_of(replica.optimizer)
         self._parameters = {id(parameter) for parameter in replica.parameters}
-        self._harmless: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # with its number of parameters
+        self._harmless: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # each with its number of parameters
         self._guard = register_optimizer_step_pre_hook(self._check)
         self._handles: list[RemovableHandle] = []
         self._scaler: GradScaler | None = None
@@ -412,7 +412,7 @@ class StepHooks:
         before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
         names, own = list(before), {handle.id for handle in self._handles}
         later = names[next(place for place, name in enumerate(names) if name in own) + 1 :]
-        # each hook must act once on the gradient: earlier pre-hooks have acted already, and the post hooks act later
+        # each hook must act once on the gradient: earlier pre-hooks have already acted, and the post-hooks act later
         optimizer._optimizer_step_pre_hooks = OrderedDict((name, before[name]) for name in later)
         optimizer._optimizer_step_post_hooks = OrderedDict()
         try:

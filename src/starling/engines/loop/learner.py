@@ -1,8 +1,8 @@
-"""The engine for a user's own PyTorch loop: it runs the strategy until that waits for a gradient of the loop.
+"""The engine for a user's own PyTorch loop. It runs the strategy until the strategy waits for a gradient of the loop.
 
-It runs the same strategy coroutines as the other engines. `claim()` is true until the loop ends. A gradient's handle
-pauses the strategy; the loop's next `step` supplies the gradient and runs the strategy to the next one. All other
-handles block until their work is done, as on the `processes` engine.
+The engine runs the same strategy coroutines as the other engines. `claim()` is true until the loop ends. A gradient's
+handle pauses the strategy. The loop's next `step` supplies the gradient and runs the strategy until it waits for the
+next gradient. All other handles block until their work is done, as on the `processes` engine.
 """
 
 import inspect
@@ -35,14 +35,14 @@ from starling.learner import Handle, LoopEnded, Shard
 from starling.training.shards import HeldShards, MakeOptimizer
 
 _HEARD_SECONDS = 2.0
-"""Time that a learner waits until all others have heard why they cannot end together."""
+"""Time for which a learner waits until all other learners have received the reason why they cannot end together."""
 
 
 class LoopLearner(ConnectedLearner):
     """A learner whose gradients come from a user's loop. The loop's thread calls all methods, unless noted otherwise.
 
-    While the loop computes, an `AnnouncementListener` responds to the other learners. It belongs to one membership,
-    which it enters with a `plan`; another one continues the `run`.
+    While the loop computes, an `AnnouncementListener` responds to the other learners. A `LoopLearner` belongs to one
+    membership, which it enters with a `plan`. In the next membership, a new `LoopLearner` continues the `run`.
     """
 
     replica: LoopReplica
@@ -54,7 +54,7 @@ class LoopLearner(ConnectedLearner):
         self.survives = peers.feed.is_watched
         self._num_groups = len(run.replica.optimizer.param_groups)
         self._is_ending = False
-        self._changed = threading.Condition()  # something was announced, or failed
+        self._changed = threading.Condition()  # notified when there is an announcement or a failure
         self._coroutine = run.strategy.start(self, run.options)
         sync_groups = run.strategy.sync_groups(run.options, peers.world)
         super().__init__(peers, sync_groups, run.replica, run.seed, run.statistics, has_other_threads=peers.world > 1)
@@ -132,12 +132,12 @@ class LoopLearner(ConnectedLearner):
 
     def replace(self, weights: Tensor, piece: slice | None = None) -> None:
         super().replace(weights, piece)
-        if piece is None:  # if replaced in pieces, the next gradient refreshes the loop's weights
+        if piece is None:  # if pieces were replaced, the next gradient refreshes the loop's weights
             self._follow()
 
     def snapshot(self, piece: slice | None = None) -> Tensor:
-        """Snapshot the weights; see `Learner.snapshot`. Without `piece`, the loop's thread gets the weights at which
-        the loop computes, not a copy; they are valid until the next step."""
+        """Return a snapshot of the weights; see `Learner.snapshot`. Without `piece`, the loop's thread gets the weights
+        at which the loop computes, without a copy. They are valid until the next step."""
         if piece is None and not self.is_behind:
             return self.replica.loop
         return super().snapshot(piece)
@@ -154,9 +154,9 @@ class LoopLearner(ConnectedLearner):
     # called by the user's loop
 
     def step_of_loop(self, scaler: GradScaler | None = None, optimizer: Optimizer | None = None) -> None:
-        """Take the gradient that the loop has computed in its parameters, for one of several optimizers, and run the
-        strategy to the next gradient. If a membership change interrupts this, the learner of the next membership
-        completes the step."""
+        """Pass the gradient that the loop has computed to the strategy, and run the strategy until it waits for the
+        next gradient. With `optimizer`, only the gradient of that optimizer's parameters is used. If a membership
+        change interrupts the step, the learner of the next membership completes it."""
         run, spent, listener = self._run, self.statistics.spent, self._listener
         if run.gradient == "none":
             self.check_in_use("step()")
@@ -176,10 +176,10 @@ class LoopLearner(ConnectedLearner):
         elif run.gradient == "alone":
             self.replica.step(self.replica.next_gradient(), 1.0)
         run.num_steps += 1
-        if run.record is not None and run.num_steps.bit_count() == 1:  # ever more rarely, because a hash takes time
+        if run.record is not None and run.num_steps.bit_count() == 1:  # less and less often, because a hash takes time
             run.record.state(run.num_steps, self.replica.snapshot())
-        run.gradient = "none"  # last, because other threads take it for the end of the step
-        if listener is not None and (listener.finished or listener.ended):  # who wait for this heartbeat
+        run.gradient = "none"  # assigned last, because other threads then consider the step complete
+        if listener is not None and (listener.finished or listener.ended):  # these learners wait for this heartbeat
             with self.naming_the_lost("step()"):
                 self.peers.store.set(f"steps/{self.rank}", str(run.num_steps))
         self.replica.adopted.leave()
@@ -187,7 +187,7 @@ class LoopLearner(ConnectedLearner):
         spent.computing += time.monotonic() - begin - (spent.waiting_for_peers - waited)
 
     def agree(self) -> Consensus:
-        """The mean of all learners' models, now."""
+        """Compute the mean of all learners' present models."""
         self.release.check()
         self._end_computing()
         if self._listener is None:
@@ -206,7 +206,7 @@ class LoopLearner(ConnectedLearner):
             raise ProtocolError(f"{self._me}: {what} was called within consensus(), where the weights are not its own")
 
     def close(self) -> None:
-        """Finish, and continue averaging and taking part in consensus until all learners have closed."""
+        """Finish, and continue to average and to take part in consensus until all learners have closed."""
         self.release.check()
         if self._run.final is None:
             self.finish(is_final_wanted=False)
@@ -221,7 +221,7 @@ class LoopLearner(ConnectedLearner):
         self.statistics.spent.waiting_for_peers += time.monotonic() - begin
 
     def leave(self) -> None:
-        """Leave a membership that has ended and whose connections have been cut."""
+        """Leave a membership that has ended and whose connections were cut."""
         super().leave()
         if (listener := self._listener) is not None:
             self._consensus_thread.abandon()
@@ -236,13 +236,13 @@ class LoopLearner(ConnectedLearner):
             self._changed.notify_all()
 
     def announce_failure(self, error: BaseException | None) -> None:
-        """Notify the others that this learner ends without having closed."""
+        """Notify the other learners that this learner ends without having closed."""
         if self._listener is not None:
             self._listener.announce("failed", [isinstance(error, PeerLost), one_line(error)])
 
     def finish(self, is_final_wanted: bool) -> None:
         """Run the strategy to its end once all learners have made their last steps. If any learner wants the consensus
-        of the final weights, all compute it, and this learner keeps it if `is_final_wanted`."""
+        of the final weights, all learners compute it, and this learner keeps it if `is_final_wanted`."""
         run, listener = self._run, self._listener
         self.release.check()
         if run.final is None:
@@ -257,7 +257,7 @@ class LoopLearner(ConnectedLearner):
             self.warn_of_few_rounds()
             with self.naming_the_lost("its last step"):
                 self.rounds.finish()
-                with suppress(LoopEnded, StopIteration):  # run it until it waits for the others' end
+                with suppress(LoopEnded, StopIteration):  # run it until it waits for the other learners to end
                     self._coroutine.throw(LoopEnded())
             self._meet_all("finished")
             with self.naming_the_lost("its last step"), suppress(StopIteration):
@@ -283,7 +283,7 @@ class LoopLearner(ConnectedLearner):
     # implementation
 
     def _end_computing(self) -> None:
-        """Adopt the loop's changes to the weights, and count the time for which it has computed."""
+        """Adopt the loop's changes to the weights, and count the time for which the loop has computed."""
         self.replica.take_from_loop(self._me)
         begun, self._resumed_at = self._resumed_at, time.monotonic()
         self.statistics.spent.computing += self._resumed_at - begun
@@ -296,8 +296,8 @@ class LoopLearner(ConnectedLearner):
         )
 
     def _make_up(self, listener: AnnouncementListener) -> None:
-        """Wait until the loops of all learners have ended. Learners that step together end after the same step: a
-        learner whose loop ended earlier makes its missing steps without a gradient."""
+        """Wait until the loops of all learners have ended. Learners that step together must end after the same step, so
+        a learner whose loop ended earlier makes its missing steps without a gradient."""
 
         def is_behind() -> bool:
             return self._run.num_steps < listener.last_step(self.sync_group)
@@ -311,7 +311,7 @@ class LoopLearner(ConnectedLearner):
 
     def _step_without_gradient(self) -> None:
         """Make a step of the strategy with a non-finite gradient, which changes no weights. If learners step with the
-        mean of their gradients, the step changes the weights of none of them."""
+        mean of their gradients, the step changes no learner's weights."""
         run, statistics, parameters = self._run, self.statistics, self.replica.parameters
         before = statistics.num_not_finite, statistics.not_finite_in_a_row
         gradients = [parameter.grad for parameter in parameters]
@@ -330,13 +330,15 @@ class LoopLearner(ConnectedLearner):
 
     @property
     def _lead(self) -> int:
-        """The number of steps by which this learner may be ahead of another one of its sync group: less than one
-        period, or as many as a membership change made it skip, which its loop may not have counted."""
+        """The number of steps by which this learner may be ahead of another learner of its sync group. It is less than
+        one period, or the number of steps that a membership change made the learner skip, which its loop may not have
+        counted."""
         period = int(getattr(self._run.options, "every", 1))
         return max(period - 1, self._run.num_jumped)
 
     def _check_ends(self, listener: AnnouncementListener) -> None:
-        """Compare the ends of the loops that must make equal numbers of steps. If they are too far apart, all fail."""
+        """Compare the numbers of steps after which loops ended that must make equal numbers of steps. If the numbers
+        are too far apart, all learners fail."""
         begun, lead = self._run.steps_begun, self._lead
         for rank, (steps, their_lead) in list(listener.ended.items()):
             if rank == self.rank or rank not in self.sync_group:
@@ -365,19 +367,20 @@ class LoopLearner(ConnectedLearner):
             listener.announce(UNEQUAL, first)
         if not self.survives:  # otherwise the store outlives this learner
             store.set(f"{UNEQUAL}/{self.rank}", "")
-            with suppress(dist.DistError):  # some may have ended already
+            with suppress(dist.DistError):  # some learners may have already ended
                 others = [f"{UNEQUAL}/{rank}" for rank in range(self.world) if rank != self.rank]
                 store.wait(others, timedelta(seconds=_HEARD_SECONDS))
         self.fail(ProtocolError(first))
 
     def _name(self, rank: int) -> str:
-        """The name of a learner in messages: its permanent number, which is its rank unless learners may be lost."""
+        """Return the name of a learner for messages. It is the learner's permanent number, which equals its rank unless
+        learners may be lost."""
         return f"learner {self.peers.membership.members[rank]}"
 
     def _meet_all(self, stage: str, wait: Callable[[], object] | None = None, word: object = 0) -> None:
-        """Announce that this learner has reached a stage, wait until all have (or as `wait` does), then meet them in a
-        closing barrier, which fails immediately if one of them dies. A learner that survives losses hears of a death
-        even without the barrier."""
+        """Announce that this learner has reached a stage, call `wait` if given or else wait until all learners have
+        reached the stage, and then meet them in a closing barrier. The barrier fails immediately if one of them dies. A
+        learner that survives losses is notified of a death even without the barrier."""
         if (listener := self._listener) is None:
             return
         with self.naming_the_lost("close()"):
@@ -398,7 +401,7 @@ class LoopLearner(ConnectedLearner):
             raise
 
     def _new_listener(self) -> AnnouncementListener:
-        """A listener, with the groups that a consensus and the end of the run need."""
+        """Create a listener, and the groups that a consensus and the end of the run need."""
         ranks = range(self.world)
         usual = timedelta(seconds=self.peers.timeout_seconds)
         self._consensus_thread = Worker("starling-consensus")
@@ -410,11 +413,11 @@ class LoopLearner(ConnectedLearner):
         return AnnouncementListener(self.peers, means, self._run, self._contribution, self._news, self._failed_behind)
 
     def _continue(self, plan: LoopPlan) -> None:
-        """Continue from this learner's state, or from another learner's."""
+        """Continue from this learner's state, or from the state of another learner."""
         run, replica, is_taker = self._run, self.replica, self.rank in plan.takers
         replica.strategy_state = beyond_membership(replica.strategy_state)
         if plan.source is not None and self.world > 1:
-            # unless it may be lost, each loop begins with the optimizer's state that it may have loaded itself
+            # unless learners may be lost, each loop keeps the optimizer state that it may have loaded itself
             own = replica.state(self.rank, self.world, run.final, has_optimizer=self.survives)
             with self.naming_the_lost(f"copying the model of {self._name(plan.source)}"):
                 state = share_state(own, plan.source)
@@ -423,7 +426,7 @@ class LoopLearner(ConnectedLearner):
         run.continue_from(plan.num_done[self.rank], is_taker)
 
     def _contribution(self) -> tuple[Tensor, Tensor]:
-        """This learner's contribution `[P + B]` to the consensus mean, and its own weights `[P]`."""
+        """Return this learner's contribution `[P + B]` to the consensus mean, and its own weights `[P]`."""
         contribution, num_weights = self.replica.contribution(), len(self.replica.weights)
         own, is_served = contribution[:num_weights].clone(), self._run.strategy.is_served
         if is_served and self.world > 1:  # the servers hold the model: each learner contributes only its shards
@@ -433,7 +436,7 @@ class LoopLearner(ConnectedLearner):
         return contribution, own
 
     def _closing_barrier(self) -> None:
-        """Wait for all learners to call this. Called in a separate thread."""
+        """Wait until all learners have called this method. It is called in a separate thread."""
         words = torch.zeros(self.world, dtype=torch.uint8)
         try:
             with communicating():
@@ -442,13 +445,14 @@ class LoopLearner(ConnectedLearner):
             self._failed_behind(error)
 
     def _wait_until(self, is_done: Callable[[], bool], seconds: float | None = None) -> bool:
-        """Wait for news after which `is_done`, or for a failure. Returns whether either came in time."""
+        """Wait until `is_done` returns True after news from other learners, or until a failure. Return whether either
+        happened in time."""
         with self._changed:
             return self._changed.wait_for(lambda: is_done() or self.release.error is not None, seconds)
 
     def _wait_for_all(self, ready: Collection[int], is_enough: Callable[[], bool] = lambda: False) -> None:
-        """Wait until all learners are `ready`, or `is_enough`, as long as at least one that is not ready makes
-        steps."""
+        """Wait until all learners are `ready`, or `is_enough` returns True. The wait continues as long as at least one
+        learner that is not ready makes steps."""
 
         def progress() -> list[tuple[int, bytes]]:
             others = [rank for rank in range(self.world) if rank not in ready]
@@ -466,7 +470,7 @@ class LoopLearner(ConnectedLearner):
             before = now
 
     def _news(self, listener: AnnouncementListener) -> None:
-        """React to learners that have finished, settled, closed or failed. May be called by any thread."""
+        """React to learners that have finished, settled, closed or failed. Any thread may call this method."""
         for rank, (has_lost_peer, why) in list(listener.failed.items()):
             if rank != self.rank and self.release.error is None:
                 lost = self._name_lost(None) if has_lost_peer else self._name(rank)
@@ -495,7 +499,7 @@ class LoopLearner(ConnectedLearner):
             self.fail(named)
 
     def _name_lost(self, suspect: int | None) -> str:
-        """Name the lost learners: those that are silent after a roll-call."""
+        """Name the lost learners, which are those that do not answer a roll-call."""
         if self._listener is None:
             return self.peers.silent(suspect)
         try:
@@ -513,15 +517,15 @@ class LoopLearner(ConnectedLearner):
 
 
 def _set_rates(optimizer: Optimizer, peaks: Sequence[float], step_metadata: Tensor, scale: float) -> None:
-    """Set the learning rates of a shard's optimizer to those of the loop that sent the gradient."""
+    """Set the learning rates of a model shard's optimizer to those of the loop that sent the gradient."""
     if peaks:
         for group, rate in zip(optimizer.param_groups, step_metadata.tolist(), strict=True):
             group["lr"] = rate * scale
 
 
 def _unscale(scaler: GradScaler, optimizer: Optimizer, learner: str) -> None:
-    """Unscale the gradients unless the loop has done so, and record for `scaler.update()` whether they are finite, as
-    `scaler.step(optimizer)` does. `ProtocolError` if called twice before `scaler.update()`."""
+    """Unscale the gradients unless the loop has already done so, and record for `scaler.update()` whether they are
+    finite, as `scaler.step(optimizer)` does. Raises `ProtocolError` if it is called twice before `scaler.update()`."""
     if not scaler.is_enabled():
         return
     state = scaler._per_optimizer_states[id(optimizer)]  # there is no public way to know whether the loop has unscaled
@@ -535,7 +539,7 @@ def _unscale(scaler: GradScaler, optimizer: Optimizer, learner: str) -> None:
 
 
 def one_line(error: BaseException | None) -> str:
-    """The text of an error on one line."""
+    """Return the text of an error on one line."""
     if error is None:
         return "it ended without close()"
     text = (str(error).splitlines() or [""])[0]

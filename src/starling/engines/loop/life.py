@@ -1,8 +1,8 @@
-"""A loop's learner across memberships: each membership has a `LoopLearner`, which continues the loop's progress.
+"""A loop's learner across memberships. Each membership has a new `LoopLearner`, which continues the loop's progress.
 
-If the learners are not watched there is one, and the loss of a learner is an error. Otherwise a thread regroups the
-learners after each change while the loop computes, evaluates or saves; a call of the loop that the change interrupts is
-repeated by the learner of the next membership.
+If the learners are not watched, there is only one membership, and the loss of a learner is an error. Otherwise a thread
+regroups the learners after each membership change, while the loop computes, evaluates or saves. If the change
+interrupts a call of the loop, the learner of the next membership repeats the call.
 """
 
 import logging
@@ -30,7 +30,7 @@ _LOG = logging.getLogger("starling")
 
 
 class Closed(Exception):  # noqa: N818 - not an error
-    """All learners have closed."""
+    """Exception that is raised when all learners have closed."""
 
 
 class LoopLife:
@@ -40,7 +40,7 @@ class LoopLife:
     """The learner of the present membership."""
 
     def __init__(self, root: Peers, run: LoopRun, handshake: Handshake) -> None:
-        """Enter the first membership of the learners of the run, `root`."""
+        """Enter the first membership. `root` are the learners of the run."""
         self._root, self._feed, self._run, self._handshake = root, root.feed, run, handshake
         self._stack = ExitStack()
         self._changed = threading.Condition()  # held while the loop is in a learner, and while learners are regrouped
@@ -58,8 +58,8 @@ class LoopLife:
             threading.Thread(target=self._follow, name="starling-regroup", daemon=True).start()
 
     def run(self, action: Callable[Concatenate[LoopLearner, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The result of `action` on the learner, repeated with the next one if a membership change interrupts it.
-        Every `action` begins with a check of whether the learner has failed."""
+        """Call `action` on the learner, and return its result. If a membership change interrupts the call, repeat it on
+        the learner of the next membership. Every `action` first checks whether the learner has failed."""
         while True:
             try:
                 with self._changed:
@@ -69,10 +69,10 @@ class LoopLife:
                 if error is self._feed.error:
                     raise
                 interruption = error
-            self._await_next(learner.peers.membership, interruption)  # here, so that what it raises is shown alone
+            self._await_next(learner.peers.membership, interruption)  # outside `except`, so that its errors show alone
 
     def close(self) -> None:
-        """Close the learner, and leave once all have closed."""
+        """Close the learner, and leave the run once all learners have closed."""
         try:
             with suppress(Closed):
                 self.run(LoopLearner.close)
@@ -93,8 +93,8 @@ class LoopLife:
                 self._run.record.close()
 
     def abandon(self, error: BaseException | None) -> None:
-        """Leave without the others: they are notified. Connections stay open, because threads may be waiting in
-        them."""
+        """Notify the other learners, and leave without waiting for them. Connections stay open, because threads may be
+        waiting in them."""
         self._is_over = True
         unclosed = ProtocolError(f"learner {self._root.rank} ended without close()")
         self.learner.fail(error or unclosed)
@@ -121,7 +121,7 @@ class LoopLife:
         return self._is_over or self._feed.error is not None
 
     def _follow(self) -> None:
-        """Regroup after each membership change. The target of a thread."""
+        """Regroup after each membership change. This method is the target of a thread."""
         try:
             while not self._is_over:
                 change = self._feed.beyond(self.learner.peers.membership, None)
@@ -135,8 +135,8 @@ class LoopLife:
             self._changed.notify_all()
 
     def _leave(self) -> bool:
-        """Leave the membership that has ended. Returns whether the run is over, because all learners have closed in it.
-        Raises the error with which this learner has failed, if any, which its loop may not have noticed yet."""
+        """Leave the membership that has ended. Return whether the run is over, because all learners closed in that
+        membership. If this learner has failed, raise its error, which its loop may not have noticed yet."""
         store, failure = self.learner.peers.store, self.learner.release.error
         if store.check([UNEQUAL]):
             failure = ProtocolError(store.get(UNEQUAL).decode())

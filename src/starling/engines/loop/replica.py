@@ -1,4 +1,5 @@
-"""A user's own model and optimizers as a learner's replica. It detects changes that the user's loop makes to them."""
+"""A learner's replica that consists of a user's own model and optimizers. It detects changes that the user's loop makes
+to the model."""
 
 import inspect
 import math
@@ -20,7 +21,7 @@ from starling.training.replica import Replica
 from starling.workload import Position
 
 _BUFFER, _FROZEN, _FINAL, _DISTANCE = "buffer ", "frozen ", "final", "distance"
-"""Names, or prefixes of names, of the tensors beside the weights that one learner copies from another."""
+"""Names, or prefixes of names, of the tensors other than the weights that one learner copies from another."""
 _SMALL = 10_000
 """Largest number of elements for which copying takes less time than calling a torch function."""
 
@@ -30,8 +31,8 @@ _SAME_PARAMETERS = (
     "the optimizer; to train some only later, freeze them with requires_grad_(False) after starling.join"
 )
 _ROUNDING = 1e-6
-"""Largest remainder, relative to the weights, of a change that was made and undone, for example by a schedule-free
-optimizer."""
+"""Largest difference, relative to the weights, that may remain when a change was made and undone, for example by a
+schedule-free optimizer."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Consensus:
 
 
 def are_finite(gradients: Sequence[Tensor]) -> bool:
-    """Whether all numbers in the gradients are finite."""
+    """Return whether all numbers in the gradients are finite."""
     dense = [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
     if not dense:
         return True
@@ -59,11 +60,11 @@ def are_finite(gradients: Sequence[Tensor]) -> bool:
 
 
 class OwnGradient(Tensor):
-    """A loop's gradient `[P]`, copied from the parameters' `grad` when it is first read. If a learner only steps with
-    it, no copy is made."""
+    """A loop's gradient `[P]`. It is copied from the parameters' `grad` when it is first read. If the learner uses the
+    gradient only for a step, no copy is made."""
 
     fill: Callable[[], object]
-    """Function that copies the gradient, unless that is done."""
+    """Function that copies the gradient, unless it has already been copied."""
 
     @classmethod
     def __torch_function__(
@@ -77,10 +78,11 @@ class OwnGradient(Tensor):
 
 
 class LoopReplica(Replica):
-    """A replica with two vectors: `loop` `[P]`, viewed by the model's parameters, and the learner's `weights` `[P]`.
+    """A replica with two vectors: `loop` `[P]`, into which the model's parameters are views, and the learner's
+    `weights` `[P]`.
 
-    Both are the same vector if all learners step together. Otherwise averaging changes `weights` while the loop
-    computes its gradient at `loop`, a copy of `weights` made after the previous step.
+    If all learners step together, both are the same vector. Otherwise averaging changes `weights` while the loop
+    computes its gradient at `loop`, which is a copy of `weights` made after the previous step.
 
     The parameters are contiguous. If the loop changes their memory format (`channels_last`) after joining, they keep
     their values but are contiguous again after the next step.
@@ -89,9 +91,9 @@ class LoopReplica(Replica):
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, is_shared: bool, refuses_changes: str | None = None
     ) -> None:
-        """Make a replica of a loop's model and optimizer. `refuses_changes` is the name of the strategy if it cannot
-        adopt the loop's own changes."""
-        # otherwise the loop changes the learner's own weights
+        """Create the replica of a loop's model and optimizer. `refuses_changes` is the name of the strategy if the
+        strategy cannot adopt the loop's own changes, else None."""
+        # a loop that shares the learner's weights changes them directly, so there is nothing to notice
         notices_changes = refuses_changes is not None or not is_shared
         self.adopted = AdoptedParameters(model, optimizer, notices_changes)
         self.model, self.loop = model, self.adopted.flat
@@ -100,14 +102,14 @@ class LoopReplica(Replica):
         self.is_stepping = False
         """Whether this replica is calling the optimizer's `step`."""
         self.aside: list[Tensor] | None = None
-        """The loop's weights and the averaged buffers, while the model holds a consensus in their place."""
+        """The loop's weights and the averaged buffers while the model holds a consensus in their place, else None."""
         for member in members_of(optimizer):
             member._opt_called = True  # type: ignore[attr-defined]  # if only servers step, schedulers must not warn
         self.loop_version = 0
         modules = [module for module in model.modules() if getattr(module, "sparse", False) is True]
         sparse = {id(each) for module in modules for each in module.parameters(recurse=False)}
         self._sparse = {number for number, each in enumerate(parameters) if id(each) in sparse}
-        """The numbers of the parameters that have had sparse gradients, or will have them."""
+        """The numbers of the parameters that have had, or will have, sparse gradients."""
         self._own_gradient = self.gradients.as_subclass(OwnGradient)
         self._own_gradient.fill = self.own_gradient
         self._is_filled = False
@@ -117,14 +119,14 @@ class LoopReplica(Replica):
     # gradients and steps
 
     def next_gradient(self) -> Tensor:
-        """The gradient `[P]` that the loop computes next; valid until this is called again."""
+        """Return the gradient `[P]` that the loop computes next. It is valid until the next call of this method."""
         self._is_filled = False
         return self._own_gradient
 
     def own_gradient(self) -> Tensor:
-        """The loop's gradient `[P]`. The part of a parameter without a gradient is -0.0, and no other part has -0.0,
-        because 0.0 is added to the others. A mean is -0.0 only where all learners have -0.0, so it also shows which
-        parameters had no gradient on any learner."""
+        """Return the loop's gradient `[P]`. The part of a parameter without a gradient is -0.0. No other part contains
+        -0.0, because 0.0 is added to these parts. A mean is -0.0 only where all learners have -0.0, so it also shows
+        which parameters had no gradient on any learner."""
         parts = [] if self._is_filled else split(self.gradients, self.parameters)
         self._is_filled = True
         for number, part in enumerate(parts):
@@ -151,7 +153,7 @@ class LoopReplica(Replica):
         with self._in_turn():
             if not is_own:
                 self._give_to_parameters(gradient)
-            self.loop.copy_(self.weights)  # which does nothing if they are the same
+            self.loop.copy_(self.weights)  # does nothing if both are the same vector
             self._step_optimizer(learning_rate_factor)
             self.weights.copy_(self.loop)
             self._changed()
@@ -162,8 +164,8 @@ class LoopReplica(Replica):
         self.loop_version = self.version
 
     def _give_to_parameters(self, gradient: Tensor) -> None:
-        """Make the parameters' gradients views into `gradient` `[P]`, or None if no learner had one. Sparse gradients
-        have the rows that are not 0."""
+        """Make each parameter's `grad` a view into `gradient` `[P]`, or None if no learner had a gradient for the
+        parameter. A sparse `grad` contains the rows that are not 0."""
         for number, part in enumerate(split_gradient(gradient, self.parameters)):
             if part is not None and number in self._sparse:
                 part = part.to_sparse(1)
@@ -182,8 +184,8 @@ class LoopReplica(Replica):
                 group["lr"] = rate
 
     def rates_of_weights(self, rates: Sequence[float]) -> Tensor:
-        """The learning rate of each weight `[P]`, from the rates of the optimizer's groups; 0 for weights in no
-        group."""
+        """Return the learning rate of each weight `[P]`, given the rates of the optimizer's groups. The rate is 0 for
+        weights in no group."""
         if self._rates is None or self._rates[0] != tuple(rates):
             groups = zip(self.optimizer.param_groups, rates, strict=True)
             found = {id(parameter): rate for group, rate in groups for parameter in group["params"]}
@@ -193,8 +195,8 @@ class LoopReplica(Replica):
 
     @contextmanager
     def only(self, optimizer: Optimizer) -> Generator[None, None, None]:
-        """Within this context, only the parameters of this member of several optimizers have gradients, and only it
-        steps."""
+        """Within this context, only the parameters of `optimizer`, which is one of several, have gradients, and only
+        `optimizer` steps."""
         if not isinstance(self.optimizer, OptimizerList):
             yield
             return
@@ -211,7 +213,7 @@ class LoopReplica(Replica):
                 parameter.grad = gradient
 
     def optimizer_of_piece(self, parameters: dict[int, nn.Parameter]) -> Optimizer:
-        """An optimizer like the loop's for `parameters`, with the same groups and options."""
+        """Create an optimizer for `parameters` with the same class, groups and options as the loop's optimizer."""
         return optimizer_like(self.optimizer, parameters, self.parameters)
 
     def reset_optimizer(self) -> None:
@@ -222,7 +224,7 @@ class LoopReplica(Replica):
     # the loop's weights
 
     def take_from_loop(self, learner: str) -> None:
-        """Adopt the changes that the loop has made to its weights, apart from this learner.
+        """Adopt the changes that the loop itself has made to its weights.
 
         Reallocated parameters become views into the loop's weights again, with their current values. Raises
         `ProtocolError` if `AdoptedParameters` does, or if the strategy cannot adopt a change.
@@ -262,8 +264,8 @@ class LoopReplica(Replica):
     # the consensus
 
     def contribution(self) -> Tensor:
-        """This learner's weights and floating-point buffers `[P + B]`, in at least float32. These are its own values
-        even while the model holds a consensus."""
+        """Return this learner's weights and floating-point buffers `[P + B]`, in at least float32. They are the
+        learner's own values even while the model holds a consensus."""
         with self._lock:
             parts = self._contributed()
             dtype = reduce(torch.promote_types, (part.dtype for part in parts), torch.float32)
@@ -274,12 +276,13 @@ class LoopReplica(Replica):
         return [loop if self.weights is self.loop else self.weights, *buffers]
 
     def _averaged(self) -> list[Tensor]:
-        """The averaged tensors of the model: its weights, and its floating-point buffers."""
+        """Return the tensors of the model that are averaged: its weights and its floating-point buffers."""
         return [self.loop, *(each for each in self._real_buffers().values() if each.is_floating_point())]
 
     @contextmanager
     def showing(self, consensus: Tensor) -> Generator[None, None, None]:
-        """A context in which the model holds a consensus `[P + B]`; afterwards it holds exactly what it held before."""
+        """A context in which the model holds a consensus `[P + B]`. Afterwards the model has exactly its former
+        values."""
         with self._lock:
             every = [(each, each.clone()) for each in (self.loop, *self.model.buffers())]
             self.aside = [each.clone() for each in self._averaged()]
@@ -300,7 +303,7 @@ class LoopReplica(Replica):
             self._changed()
 
     def _hold(self, consensus: Tensor) -> None:
-        """Copy a consensus `[P + B]` into the loop's weights and the model's buffers; the caller holds the lock."""
+        """Copy a consensus `[P + B]` into the loop's weights and the model's buffers. The caller must hold the lock."""
         own = self._averaged()
         for tensor, agreed in zip(own, split(consensus, own), strict=True):
             tensor.copy_(agreed)
@@ -308,8 +311,8 @@ class LoopReplica(Replica):
     # states of other learners
 
     def state(self, rank: int, world: int, final: Consensus | None, has_optimizer: bool) -> LearnerState:
-        """A copy of the whole model and of the states of the optimizer and the strategy, for another learner to
-        `take`."""
+        """Return a copy of the whole model and of the states of the optimizer and the strategy. Another learner passes
+        the copy to `take`."""
         with self._lock:
             weights, *floating = self._contributed()
             tensors = self._beside_weights()
@@ -320,14 +323,14 @@ class LoopReplica(Replica):
             optimizer = {"state": self.optimizer.state_dict()["state"]} if has_optimizer else {}
             try:
                 encode_state(optimizer, "optimizer", {})
-            except CheckpointError:  # an optimizer whose state cannot be sent starts afresh elsewhere
+            except CheckpointError:  # an optimizer whose state cannot be sent starts with an empty state elsewhere
                 optimizer = {}
             strategy = {name: each for name, each in self.strategy_state.items() if not name.startswith(OWN_PREFIX)}
             return LearnerState(rank, world, Position(), 0.0, weights, tensors, optimizer, strategy=strategy).copy()
 
     def take(self, state: LearnerState, everything: bool) -> Consensus | None:
-        """Take another learner's strategy state or, with `everything`, its whole state; returns the final consensus, if
-        that learner has it. Learning rates stay those of this loop."""
+        """Adopt another learner's strategy state or, with `everything`, its whole state. Return the final consensus if
+        that learner has it. This loop keeps its own learning rates."""
         with self._lock:
             mine = {name: each for name, each in self.strategy_state.items() if name.startswith(OWN_PREFIX)}
             if state.strategy:
@@ -348,14 +351,14 @@ class LoopReplica(Replica):
         return Consensus(state.buffers[_FINAL], float(state.buffers[_DISTANCE]))
 
     def _beside_weights(self) -> dict[str, Tensor]:
-        """The buffers, and the parameters that learners do not train together."""
+        """Return the buffers, and the parameters that learners do not train together, by name."""
         together = {id(parameter) for parameter in self.parameters}
         named = self.model.named_parameters()
         frozen = {_FROZEN + name: parameter.detach() for name, parameter in named if id(parameter) not in together}
         return {_BUFFER + name: each for name, each in self._real_buffers().items()} | frozen
 
     def _real_buffers(self) -> dict[str, Tensor]:
-        """The buffers, by name; a complex buffer is a view of its real and imaginary parts."""
+        """Return the buffers by name. A complex buffer is returned as a view of its real and imaginary parts."""
         named = self.model.named_buffers()
         return {name: torch.view_as_real(each) if each.is_complex() else each for name, each in named}
 
@@ -363,13 +366,13 @@ class LoopReplica(Replica):
 class AdoptedParameters:
     """The parameters that learners train together, as views into `flat` `[P]`, and the loop's own changes to them.
 
-    These are the model's parameters that are trainable or in the optimizer when it joins. They may be frozen and
+    These are the model's parameters that are trainable or in the optimizer when the model joins. They may be frozen and
     unfrozen later. At every step, `take_back` detects parameters that were reallocated or replaced, and trained
-    parameters that were unknown before. It takes about half a microsecond per parameter.
+    parameters that were unknown before. This takes about half a microsecond per parameter.
 
-    `change` compares `flat` with what it was when the learner left it to the loop. Most steps need no comparison: the
-    version counters of the parameters show a change in place, and the sum of all weights shows one that bypasses them,
-    such as `parameter.data.clamp_`.
+    `change` compares `flat` with the values that it had when the learner left it to the loop. Most steps need no such
+    comparison: the version counters of the parameters show a change in place, and the sum of all weights shows a change
+    that bypasses the counters, such as `parameter.data.clamp_`.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, notices_changes: bool) -> None:
@@ -394,7 +397,7 @@ class AdoptedParameters:
         self.leave()
 
     def leave(self) -> None:
-        """Leave the weights to the loop, as they are now."""
+        """Leave the weights, with their present values, to the loop."""
         if self._left is not None:
             self._left.copy_(self.flat)
             self._signs = self._now()
@@ -412,13 +415,13 @@ class AdoptedParameters:
     def take_back(self, learner: str) -> None:
         """Make reallocated parameters views into `flat` again, with their current values.
 
-        Raises `ProtocolError` if the dtype, shape or device of one has changed, or for a trained parameter that was
-        unknown when the model joined.
+        Raises `ProtocolError` if the dtype, shape or device of a parameter has changed, or if there is a trained
+        parameter that was unknown when the model joined.
         """
         if self._structure() != self._noted or any(parameter.requires_grad for parameter in self._others):
             self._check_structure(learner)
             self._note_structure()
-        # addresses first: `is_set_to`, which also compares sizes and strides, fails for tensors on two devices
+        # addresses first, because `is_set_to`, which also compares sizes and strides, fails for tensors on two devices
         if [parameter.data_ptr() for parameter in self.parameters] == self._addresses and all(
             map(Tensor.is_set_to, self.parameters, self._views)
         ):
@@ -445,7 +448,8 @@ class AdoptedParameters:
         return not (_fits(parameter, view) and parameter.is_set_to(view))
 
     def _structure(self) -> list[int]:
-        """The `id`s of the model's and the optimizer's modules and parameters; `_alive` keeps these objects alive."""
+        """Return the `id`s of the modules and parameters of the model and the optimizer. `_alive` keeps these objects
+        alive."""
         inside = [id(each) for contents in self._contents for each in contents.values()]
         return inside + [id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]]
 
@@ -484,11 +488,11 @@ _OF_SCHEDULES = {"params", "lr", "initial_lr", "max_lr", "min_lr", "momentum", "
 
 
 class OptimizerList(Optimizer):
-    """Several optimizers of one model as one: it has the parameter groups of all of them, and its step is a step of
-    each that is `active`."""
+    """Several optimizers of one model, combined into one. It has the parameter groups of all of them, and its step is a
+    step of each optimizer that is `active`."""
 
     def __init__(self, members: Sequence[Optimizer]) -> None:
-        # not Optimizer.__init__, which would make parameter groups of its own
+        # `Optimizer.__init__` is not called, because it would create separate parameter groups
         self.members = tuple(members)
         self.defaults: dict[str, Any] = {}
         self.active = self.members
@@ -500,7 +504,7 @@ class OptimizerList(Optimizer):
 
     @property
     def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
-        """The members' states, by parameter."""
+        """The states of all members, by parameter."""
         return {parameter: state for member in self.members for parameter, state in member.state.items()}
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -509,7 +513,7 @@ class OptimizerList(Optimizer):
             member.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """The members' states and groups, each numbered by its member."""
+        """Return the states and groups of all members, each with the number of its member."""
         found = [member.state_dict() for member in self.members]
         return {
             "state": {number: each["state"] for number, each in enumerate(found)},
@@ -517,15 +521,15 @@ class OptimizerList(Optimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The inverse of `state_dict`."""
+        """Load a state that `state_dict` has returned."""
         for number, member in enumerate(self.members):
             groups = state_dict["param_groups"][number]
             member.load_state_dict({"state": state_dict["state"][number], "param_groups": groups})
 
 
 def as_one(optimizers: Optimizer | Sequence[Optimizer]) -> Optimizer:
-    """One optimizer that stands for all optimizers of a loop. Raises ConfigError unless there is at least one, and each
-    parameter is in only one."""
+    """Return one optimizer that stands for all optimizers of a loop. Raises `ConfigError` if there is no optimizer, or
+    if a parameter is in several."""
     if isinstance(optimizers, Optimizer):
         return optimizers
     members = list(optimizers)
@@ -545,18 +549,18 @@ def as_one(optimizers: Optimizer | Sequence[Optimizer]) -> Optimizer:
 
 
 def members_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
-    """The optimizers that a loop steps: the members of an `OptimizerList`, or the optimizer itself."""
+    """Return the optimizers that a loop steps: the members of an `OptimizerList`, or the optimizer itself."""
     return optimizer.members if isinstance(optimizer, OptimizerList) else (optimizer,)
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    """The parameters in an optimizer's groups."""
+    """Yield the parameters in an optimizer's groups."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def describe(optimizer: Optimizer) -> str:
-    """The classes and options of a loop's optimizers, without the options that schedulers change; the same on all
-    learners."""
+    """Return a text with the classes and options of a loop's optimizers, without the options that schedulers change.
+    The text must be the same on all learners."""
     return " + ".join(map(_description, members_of(optimizer)))
 
 
@@ -583,14 +587,14 @@ def _text(value: Any) -> str:
         return _text(value.tolist())
     if isinstance(value, tuple | list):
         return f"({', '.join(map(_text, value))})"
-    if callable(value):  # its repr has an address
+    if callable(value):  # its repr contains an address
         return str(getattr(value, "__qualname__", type(value).__qualname__))
     return repr(value) if value is None or isinstance(value, bool | int | float | str) else type(value).__name__
 
 
 def optimizer_like(optimizer: Optimizer, parameters: dict[int, nn.Parameter], all_parameters: list[Any]) -> Optimizer:
-    """An optimizer like a loop's for `parameters`, given by their numbers in `all_parameters`, with the same groups and
-    options. Raises ConfigError if it cannot be created."""
+    """Create an optimizer for `parameters` with the same class, groups and options as a loop's optimizer. `parameters`
+    are given by their numbers in `all_parameters`. Raises `ConfigError` if the optimizer cannot be created."""
     if isinstance(optimizer, OptimizerList):
         return OptimizerList([optimizer_like(each, parameters, all_parameters) for each in optimizer.members])
     places = {id(parameter): number for number, parameter in enumerate(all_parameters)}

@@ -1,5 +1,5 @@
-"""The state of a loop's learner that outlives a membership, how the learners of a membership begin, and the record of
-the order of a loop's events."""
+"""The state of a loop's learner that outlives a membership, the plan with which the learners of a membership begin, and
+the record of the order of a loop's events."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -37,21 +37,22 @@ class Past:
 
 @dataclass(frozen=True)
 class LoopPlan:
-    """How the learners of a membership begin, by rank."""
+    """The plan with which the learners of a membership begin, by rank."""
 
     source: int | None
-    """Rank whose state the `takers` copy, and whose strategy state and final consensus all learners copy; None if each
-    learner has its own."""
+    """Rank whose state the `takers` copy, and whose strategy state and final consensus all learners copy. None if each
+    learner continues with its own state."""
     takers: tuple[int, ...]
     num_done: tuple[int, ...]
     """Number of steps of the run after which each learner continues."""
 
 
 class LoopRecord:
-    """The order of a loop's events: recorded in one folder, taken from another one, or both."""
+    """The order of a loop's events, which is recorded in one folder, read from a different folder, or both."""
 
     def __init__(self, learner: int, folder: Path | None, follow: Path | None) -> None:
-        """Read what `follow` has of the learner. Raises ConfigError if it has nothing, ReplayError if it is damaged."""
+        """Read the learner's record from `follow`. Raises `ConfigError` if there is none, and `ReplayError` if it is
+        damaged."""
         self._learner, self._num_states, self._begun = learner, 0, False
         self._stream: Stream | None = None
         if folder is not None:
@@ -62,13 +63,13 @@ class LoopRecord:
             path.unlink(missing_ok=True)
             self._stream = Stream(path)
         self.script: Script | None = None
-        """What the record that is followed has of this learner."""
+        """This learner's part of the record that is followed; None if no record is followed."""
         if follow is not None:
             self.script = self._read(self._path(follow))
 
     def begin(self, plan: LoopPlan, number: int, members: Sequence[int], weights: Tensor) -> None:
-        """Note the membership that begins. Raises ReplayError if the record that is followed has another one, or was
-        made where other bits are computed."""
+        """Record the membership that begins. Raises `ReplayError` if the record that is followed contains a different
+        membership, or was made on a system that computes different bits."""
         if (script := self.script) is not None:
             if self._begun or tuple(members) != tuple(script.members):
                 raise ReplayError(
@@ -86,8 +87,8 @@ class LoopRecord:
             self._stream.append(kind, **fields)
 
     def state(self, step: int, weights: Tensor) -> None:
-        """Record the hash of the weights `[P]` after a step. Raises ReplayError if the record that is followed has
-        another one."""
+        """Record the hash of the weights `[P]` after a step. Raises `ReplayError` if the record that is followed has a
+        different hash."""
         found = step, sha256_of(weights)
         self.tell("state", step=step, sha256=found[1])
         states, number = () if self.script is None else self.script.states, self._num_states
@@ -99,7 +100,7 @@ class LoopRecord:
             )
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file of the record."""
         if self._stream is not None:
             self._stream.close()
 
@@ -119,7 +120,7 @@ class LoopRecord:
 
 
 class LoopRun:
-    """One loop's part in a run, across memberships: what it trains and how, and its progress."""
+    """One loop's part in a run, across memberships: its model, its strategy and its progress."""
 
     def __init__(
         self,
@@ -134,16 +135,17 @@ class LoopRun:
         self.strategy, self.options, self.replica, self.seed = strategy, options, replica, seed
         self.statistics = Statistics()
         self.has_state = False
-        """Whether the loop has entered a membership; a joiner first copies the state of another learner."""
+        """Whether the loop has entered a membership. A joiner first copies the state of another learner."""
         self.has_joined = False
         """Whether the loop joined after the run had begun."""
         self.num_steps = 0
-        """Number of steps of the run: a joiner begins with the number of the learner that it copies."""
+        """Number of steps of the run. A joiner begins with the number of the learner that it copies."""
         self.num_jumped = 0
-        """Number of steps of the run that the loop skipped because others had made them when the membership changed."""
+        """Number of steps of the run that the loop skipped, because other learners had already made them when the
+        membership changed."""
         self.gradient: Literal["none", "given", "alone", "used"] = "none"
-        """State of the loop's gradient within `step`: given to the strategy; to be used without the others, which have
-        already made this step; or used."""
+        """State of the loop's gradient within `step`. given: the strategy has received it; alone: it is to be used
+        without the other learners, which have already made this step; used: it has been used."""
         self.is_over = False
         """Whether the loop has made its last step."""
         self.final: Consensus | None = None
@@ -157,8 +159,9 @@ class LoopRun:
         return self.num_steps + (self.gradient != "none")
 
     def with_steps(self, read: Callable[[], Result]) -> tuple[Result, float]:
-        """The result of `read`, which another thread reads from the replica, and the number of steps in it; NaN while a
-        step is under way, which may or may not be in it."""
+        """Call `read`, which reads from the replica in another thread, and return its result and the number of steps
+        that it contains. The number is NaN while a step is under way, because the result may or may not contain that
+        step."""
         num_steps = self.num_steps
         found = read()
         is_between = self.steps_begun == num_steps == self.num_steps
@@ -166,13 +169,14 @@ class LoopRun:
 
     @property
     def past(self) -> Past:
-        """The learner's progress, which the others need to know before the next membership."""
+        """The learner's progress, which the other learners need to know before the next membership."""
         num_done = self.num_steps + (self.gradient == "used")
         counts = counted(self.replica.strategy_state)
         return Past(self.has_state, num_done, self.final is not None, self.has_joined, counts)
 
     def continue_from(self, num_done: int, is_taker: bool) -> None:
-        """Continue after `num_done` steps of the run. A taker has copied a state that includes its gradient."""
+        """Continue after `num_done` steps of the run. If `is_taker`, the learner has copied a state that already
+        includes its gradient."""
         if self.gradient == "given":
             behind = num_done > self.num_steps
             self.gradient = "used" if is_taker and self.has_state else "alone" if behind else "given"
@@ -182,11 +186,11 @@ class LoopRun:
 
 
 def plan(pasts: Sequence[Past], has_one_model: bool, is_in_step: bool, keeps_state: bool) -> LoopPlan:
-    """The plan of a membership, the same on all learners.
+    """Return the plan of a membership. All learners compute the same plan.
 
-    Joiners copy the learner that has made the most steps. If all have the same model, learners that were interrupted
-    one step before it copy it too. Learners that step together continue after the same step. If one of them has the
-    final consensus, it is final for all.
+    Joiners copy the state of the learner that has made the most steps. If all learners have the same model, learners
+    that were interrupted one step earlier copy this state, too. Learners that step together continue after the same
+    step. If one of the learners has the final consensus, all learners adopt it.
     """
     finals = [rank for rank, past in enumerate(pasts) if past.has_final]
     with_state = [rank for rank, past in enumerate(pasts) if past.has_state]

@@ -1,6 +1,6 @@
 """Calls of a communication backend, and the copies in host memory that it sends and receives.
 
-The backend's errors are recognised by where they are raised, not by their messages."""
+An error is attributed to the backend according to the place where it is raised. Its message is not examined."""
 
 import errno
 import os
@@ -36,8 +36,8 @@ LOSSES = (MembershipChanged, PeerLost, ConnectionFailed, dist.DistError)
 
 @contextmanager
 def communicating() -> Generator[None, None, None]:
-    """A context that turns the backend's errors, which are plain RuntimeErrors, into `ConnectionFailed`. Use it for
-    calls of the backend only."""
+    """Within this context, convert each `RuntimeError`, the class that the backend raises, into `ConnectionFailed`. Use
+    the context only for calls of the backend."""
     try:
         yield
     except RuntimeError as error:
@@ -45,8 +45,8 @@ def communicating() -> Generator[None, None, None]:
 
 
 def check_files(learner: int) -> None:
-    """Raise StarlingError if this process can open no more files: then this process has failed, and not the peer to
-    which a connection could not be made."""
+    """Raise `StarlingError` if this process can open no more files. In that case this process has failed, and the peer
+    to which it could not connect has not."""
     try:
         os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
     except OSError as error:
@@ -60,14 +60,14 @@ def check_files(learner: int) -> None:
 
 
 def wait_for(work: dist.Work | None, timeout: timedelta | None = None) -> None:
-    """Wait for `work` of a process group, if not None. Raises `ConnectionFailed`."""
+    """Wait for `work` of a process group; None is finished work. Raises `ConnectionFailed`."""
     if work is not None:
         with communicating():
             work.wait() if timeout is None else work.wait(timeout)
 
 
 def local_group(ranks: Sequence[int], timeout_seconds: float, backend: str = "gloo") -> ProcessGroup:
-    """A new group of `ranks`, which only these ranks create. Raises `ConnectionFailed`."""
+    """Create a new group of `ranks`. Only these ranks call this function. Raises `ConnectionFailed`."""
     # a new group does not inherit the default group's time-out; its default is half an hour
     timeout = timedelta(seconds=timeout_seconds)
     with communicating():
@@ -85,8 +85,8 @@ class PassWithBackend:
 
     @contextmanager
     def telling_failures(self) -> Generator[None, None, None]:
-        """A context for one pass. Raises `ConnectionFailed` if communication failed in it; the model's errors pass
-        through."""
+        """A context for one pass. If communication failed in the pass, the context raises `ConnectionFailed`; it
+        propagates the model's errors unchanged."""
         self._failure = None
         try:
             yield
@@ -109,9 +109,9 @@ class PassWithBackend:
 class ReducingModel(PassWithBackend):
     """A model whose gradients DistributedDataParallel averages over a group while backward runs.
 
-    DDP communicates within forward and backward; errors of the backend are nevertheless distinguished from those of the
-    model. After forward, each pass is in the context `waiting`. The constructor communicates and may raise
-    `ConnectionFailed`.
+    DDP communicates within forward and backward, but errors of the backend are still distinguished from errors of the
+    model. The part of each pass that follows forward runs within the context `waiting`. The constructor communicates
+    and may raise `ConnectionFailed`.
     """
 
     def __init__(
@@ -131,8 +131,8 @@ class ReducingModel(PassWithBackend):
 
     @contextmanager
     def reducing(self) -> Generator[None, None, None]:
-        """A context for one forward and backward pass. Raises `ConnectionFailed` if communication failed; the model's
-        errors pass through."""
+        """A context for one forward and backward pass. If communication failed, the context raises `ConnectionFailed`;
+        it propagates the model's errors unchanged."""
         with communicating():
             self.model.reducer._rebuild_buckets()  # DDP would do this within forward
         with self.telling_failures(), self._end_of_pass:
@@ -153,11 +153,11 @@ class ReducingModel(PassWithBackend):
 
 
 class Staging:
-    """Copies to and from host memory; on the CPU nothing is copied.
+    """Copies tensors to and from host memory. On the CPU, nothing is copied.
 
-    On CUDA copies use pinned memory and one stream per direction. A copy waits for the work queued on the calling
-    thread's stream; the thread itself does not wait for it. So one piece is copied to the host while another is sent
-    and a third is copied back.
+    On CUDA, copies use pinned memory and one stream for each direction. A copy waits for the work queued on the calling
+    thread's stream, but the thread does not wait for the copy. Therefore one piece can be copied to the host while a
+    second piece is sent and a third is copied back.
     """
 
     def __init__(self, device: torch.device, sender: Worker, streams: Streams | None = None) -> None:
@@ -167,10 +167,10 @@ class Staging:
             self._to_host, self._to_device = self._streams.new(), self._streams.new()
 
     def hand_over(self, tensor: Tensor, do: Callable[[Tensor], T]) -> Callable[[], T]:
-        """Call `do` with `tensor` copied to host memory; the returned function waits for its result.
+        """Call `do` with a copy of `tensor` in host memory, and return a function that waits for the result of `do`.
 
-        For a tensor already in host memory this thread calls `do` immediately. For others the sender thread calls it
-        when they are copied, in order.
+        If the tensor is already in host memory, this thread calls `do` immediately. Otherwise the sender thread calls
+        `do` once the tensor is copied; it handles tensors in order.
         """
         if self._streams is None or tensor.device != self._device:
             done = do(tensor.detach())
@@ -190,7 +190,7 @@ class Staging:
         return self._sender.submit(when_copied).result
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """Host memory to receive into."""
+        """Return host memory into which a tensor of this shape can be received."""
         if self._streams is None:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         return self._streams.pinned(tensor)
@@ -208,8 +208,8 @@ class Staging:
         return tensor
 
     def pass_on(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """A function with which a thread with another stream takes `tensor`, after the work queued on this thread's
-        stream so far."""
+        """Return a function with which a thread that uses a different stream gets `tensor`. That stream then waits for
+        the work queued on this thread's stream so far."""
         streams = self._streams
         if streams is None or tensor.device != self._device:
             return lambda: tensor

@@ -1,10 +1,10 @@
 """Checkpoint barriers on which learners agree while they train.
 
-A learner requests a barrier at regular times, or when it receives a stop request, under a key of the membership's
-store. In each learner a thread polls that key and answers with the first portion that its learner has not reached.
-Learner 0 places the barrier a margin after the highest answer. Until the place is known, each learner may reach only
-the portions below its own answer plus the margin. So every learner knows of a barrier before it reaches it. Agreement
-does not wait for slow learners, because their threads answer for them.
+A learner requests a barrier at regular intervals, or when it receives a stop request. It does so by setting a key in
+the membership's store. In each learner, a thread polls that key and answers with the first portion that its learner has
+not reached. Learner 0 places the barrier a margin after the highest answer. Until the place is known, each learner may
+reach only the portions below its own answer plus the margin, so every learner knows of a barrier before it reaches the
+barrier. The agreement does not wait for slow learners, because their threads answer for them.
 """
 
 import json
@@ -23,22 +23,23 @@ from starling.engines.processes.handshake import Peers, do_nothing
 POLL_SECONDS = 0.2
 """Interval at which the threads check for a request."""
 MARGIN_SECONDS = 0.5
-"""The training time that the margin covers, so that learners need not wait while they agree."""
+"""Training time that the margin covers. The margin spares learners a wait while they agree on a barrier."""
 WAKE_SECONDS = 0.05
 AGREEING = "agreeing on a checkpoint barrier"
 
 
 @dataclass
 class SaveRequests:
-    """A learner process's requests for checkpoint barriers, in all memberships. Any thread may call `stop`.
+    """A learner process's requests for checkpoint barriers, for all memberships. Any thread may call `stop`.
 
-    A process with requests, and therefore its loading processes, outlives a SIGTERM or SIGINT until the run stops.
+    A process that has this object survives a SIGTERM or SIGINT until the run stops, and so do its loading processes.
     """
 
     minutes: float | None = None
-    """Minutes between two barriers, on the clock of learner 0; None means no barriers at regular times."""
+    """Number of minutes between two barriers, on the clock of learner 0; None means that there are no regular
+    barriers."""
     on_ready: Callable[[], None] = do_nothing
-    """Called once the learners are connected: from then on a stop request reaches all of them."""
+    """Function that is called once the learners are connected. From then on, a stop request reaches all of them."""
     stopped_by: int | None = None
     """Signal because of which the run must stop, or None."""
     is_ready: bool = False
@@ -49,29 +50,31 @@ class SaveRequests:
         self.stopped_by = self.stopped_by or number
 
     def ready(self) -> None:
-        """Called when the learners are connected."""
+        """Note that the learners are connected."""
         if not self.is_ready:
             self.is_ready = True
             self._before = time.monotonic()
             self.on_ready()
 
     def wanted(self, is_first: bool) -> int | None:
-        """The signal that stops the run, 0 for a barrier after which it continues, or None for no barrier now."""
+        """Return the signal that stops the run, 0 for a barrier after which the run continues, or None if no barrier is
+        wanted now."""
         if self.stopped_by is not None:
             return self.stopped_by
         is_due = self.minutes is not None and time.monotonic() - self._before >= 60.0 * self.minutes
         return 0 if is_first and is_due else None
 
     def agreed(self) -> None:
-        """Called when a barrier has been agreed on."""
+        """Note that learners have agreed on a barrier."""
         self._before = time.monotonic()
 
 
 class CheckpointBarrier(threading.Thread):
     """One learner's part in the checkpoint barriers of a membership.
 
-    The thread calls `on_barrier`, before this learner reaches a new barrier, with the first portion after it and the
-    signal to stop there or 0. Without `save_requests` there are no barriers.
+    Before this learner reaches a new barrier, the thread calls `on_barrier` with the number of the first portion after
+    the barrier, and with the signal because of which the run stops there, or 0. Without `save_requests` there are no
+    barriers.
     """
 
     def __init__(
@@ -98,14 +101,14 @@ class CheckpointBarrier(threading.Thread):
             self._requests.ready()
 
     def close(self) -> None:
-        """End the thread; a barrier that is not yet agreed on is dropped."""
+        """End the thread. A barrier on which learners have not agreed yet is dropped."""
         self._is_closed.set()
         if self.is_alive():
             self.join(10.0 * POLL_SECONDS)
 
     def reach(self, portion: int) -> None:
-        """Called before this learner begins a portion: wait if there may be a barrier before it. `DistError` if there
-        is no agreement within the time-out."""
+        """Prepare to begin a portion: wait while it is unknown whether a barrier precedes the portion. Raises
+        `DistError` if learners do not agree within the time-out."""
         with self._changed:
             if self._limit is None or portion < self._limit:
                 self._reached = max(self._reached, portion + 1)
@@ -114,7 +117,7 @@ class CheckpointBarrier(threading.Thread):
         self.reach(portion)
 
     def settle(self) -> None:
-        """After the last portion of all learners: wait until they agree on the requested barrier, if any."""
+        """Wait, after the last portion of all learners, until they agree on the requested barrier, if any."""
         self._wait(math.inf)
 
     def _wait(self, portion: float) -> None:
@@ -144,7 +147,7 @@ class CheckpointBarrier(threading.Thread):
                 self._changed.notify_all()
 
     def _request(self, number: int) -> tuple[int, int]:
-        """Wait for the request of barrier `number`. Returns the signal that stops the run or 0, and the margin."""
+        """Wait for the request of barrier `number`. Return the signal that stops the run, or 0, and the margin."""
         store, key = self._beside.store, f"barriers/{number}"
         while True:
             self._beside.look_around()
@@ -168,7 +171,7 @@ class CheckpointBarrier(threading.Thread):
             keys = [key(rank) for rank in range(self._world)]
             self._beside.await_keys(keys, AGREEING, range(self._world))
             store.set(key("place"), str(max(int(store.get(each)) for each in keys) + margin))
-            self._forget(number - 1)  # all have answered, so all know the place of the previous barrier
+            self._forget(number - 1)  # all learners have answered, so all know the place of the previous barrier
         self._beside.await_keys([key("place")], AGREEING, [0])
         barrier = int(store.get(key("place")))
         with self._changed:
@@ -180,7 +183,7 @@ class CheckpointBarrier(threading.Thread):
             self._changed.notify_all()
 
     def _margin(self) -> int:
-        """The estimated number of portions reached in `MARGIN_SECONDS`, by all learners together; at least 1."""
+        """The estimated number of portions that all learners together reach in `MARGIN_SECONDS`; at least 1."""
         seconds = max(time.monotonic() - self._begin, MARGIN_SECONDS)
         return max(1, math.ceil(MARGIN_SECONDS * self._reached / seconds))
 

@@ -1,4 +1,5 @@
-"""Means over a sync group, summed in rank order, through a process group or in shared memory; and sharing of states."""
+"""Means over a sync group, computed through a process group or in shared memory, and the sharing of learner states.
+Vectors are added in rank order."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -21,18 +22,19 @@ from starling.learner import EncodedMean
 
 
 class OrderedMean:
-    """Means over a gloo group, summed in rank order, so that they have the same bits on every engine.
+    """Computes means over a gloo group. Vectors are added in rank order, so that all engines give bit-identical means.
 
-    Each learner sums its own chunk: a reduce-scatter by all-to-all, then an all-gather. Each learner sends as many
-    bytes as in a ring all-reduce, 2 (L - 1) / L times the vector. Means run in a `thread` of their own.
+    Each learner sums one chunk of the vectors: an all-to-all serves as the reduce-scatter, and an all-gather follows.
+    Each of the L learners sends 2 (L - 1) / L times the bytes of the vector, as in a ring all-reduce. Means are
+    computed in a separate `thread`.
     """
 
     def __init__(self, group: ProcessGroup | None, world: int, thread: Worker) -> None:
         self._group, self._world, self._thread = group, world, thread
 
     def start(self, vector: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
-        """Begin the mean of `vector` `[P]` as it is now, and return a function that waits for it. The result `[P]` is
-        in new host memory, and not in `into`."""
+        """Begin the mean of the present values of `vector` `[P]`, and return a function that waits for the mean. The
+        result `[P]` is always in new host memory; `into` is ignored."""
         chunk = -(-vector.numel() // self._world)
         mine = torch.zeros(chunk * self._world, dtype=vector.dtype, device="cpu")
         mine[: vector.numel()].copy_(vector)
@@ -40,7 +42,7 @@ class OrderedMean:
         return self._thread.submit(lambda: self._exchange(mine, rank_ordered_mean)[:size]).result
 
     def start_encoded(self, part: EncodedMean) -> Callable[[], Tensor]:
-        """Begin a mean whose vectors travel encoded: an all-to-all and an all-gather of bytes."""
+        """Begin a mean whose vectors are sent encoded, in an all-to-all and an all-gather of bytes."""
         return self._thread.submit(
             lambda: part.result(self._exchange(torch.cat(part.messages()), part.combine).chunk(self._world))
         ).result
@@ -58,15 +60,16 @@ class OrderedMean:
 
 
 SMALL_BYTES = 1 << 18
-"""Size up to which every learner sums the whole vector: a second synchronisation would take longer."""
+"""Size up to which every learner sums the whole vector, because a second synchronisation would take longer."""
 
 
 class SharedMean:
-    """Means over learners that are all linked, summed in rank order: the same bits as on the other engines.
+    """Computes means over learners that are all linked. Vectors are added in rank order, so that a mean is
+    bit-identical on all engines.
 
-    Each learner copies its vector to its place in shared memory. Every learner sums small vectors completely; of large
-    ones each sums one chunk, in its own place, and all copy the chunks. A place is reused two means later: by then all
-    learners have begun the mean in between, and therefore no longer read it.
+    Each learner copies its vector to its place in shared memory. Every learner sums small vectors completely. If
+    vectors are large, each learner sums one chunk in its own place, and all learners then copy all chunks. A place is
+    reused two means later. By then all learners have begun the mean in between, and no longer read the place.
     """
 
     def __init__(self, links: MemoryLinks, sync_group: range, lane: int) -> None:
@@ -77,8 +80,8 @@ class SharedMean:
         self._under_way: Callable[[], Tensor] | None = None
 
     def start(self, vector: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
-        """Begin the mean of `vector` `[P]` as it is now, after finishing the previous one; returns a function that
-        waits for it. The result is written to `into` `[P]`, if given, otherwise to new memory."""
+        """Finish the previous mean, begin the mean of the present values of `vector` `[P]`, and return a function that
+        waits for the new mean. The result is written to `into` `[P]` if given, otherwise to new memory."""
 
         def mean(number: int, vectors: list[Tensor]) -> Tensor:
             if vectors[0].nbytes <= SMALL_BYTES:
@@ -90,7 +93,7 @@ class SharedMean:
         return self._start(vector, mean)
 
     def start_encoded(self, part: EncodedMean) -> Callable[[], Tensor]:
-        """Begin a mean whose vectors travel encoded, after finishing the previous one.
+        """Finish the previous mean, and begin a mean whose vectors are sent encoded.
 
         A learner's place holds its message for each other learner, and finally its chunk of the encoded mean.
         """
@@ -100,7 +103,8 @@ class SharedMean:
         )
 
     def _start(self, vector: Tensor, mean: Callable[[int, list[Tensor]], Tensor]) -> Callable[[], Tensor]:
-        """Begin the `mean` of all learners' vectors in their places; its number is the other argument."""
+        """Begin a mean. The function `mean` is called with the number of the mean and with all learners' vectors in
+        their places."""
         if self._under_way is not None:
             self._under_way()
         number, self._num_begun = self._num_begun, self._num_begun + 1
@@ -120,7 +124,8 @@ class SharedMean:
     def _combined(
         self, number: int, vectors: list[Tensor], combine: Callable[[Sequence[Tensor]], Tensor]
     ) -> list[Tensor]:
-        """The result of `combine` on each learner's chunk of all vectors, in that learner's place."""
+        """Return the results of `combine` on each learner's chunk of all vectors. Each result is in the place of the
+        learner that computed it."""
         chunks = [vector.chunk(len(vectors)) for vector in vectors]
         if self._own < len(chunks[self._own]):
             chunks[self._own][self._own].copy_(combine([each[self._own] for each in chunks]))
@@ -129,7 +134,7 @@ class SharedMean:
         return [each[place] for place, each in enumerate(chunks) if place < len(each)]
 
     def _tell_all(self, tag: int) -> None:
-        """Tell the other learners of the sync group that this one has reached the point `tag`."""
+        """Tell the other learners of the sync group that this learner has reached the point `tag`."""
         for peer in self._others:
             self._links.tell(peer, Note(1 + self._lane, 0, tag, 0))
 
@@ -140,7 +145,7 @@ class SharedMean:
 
 
 def share_state(state: LearnerState, source: int) -> LearnerState:
-    """The state of learner `source`, without its shards of the model; `state` is the caller's own.
+    """Return the state of learner `source`, without its model shards. `state` is the caller's own state.
 
     All learners of the default process group must call it.
     """

@@ -59,27 +59,27 @@ A_TURN = "its recorded turn"
 
 
 class _Lane(NamedTuple):
-    """The collectives and the worker with which one of a learner's two threads averages and waits: the collectives of
-    two threads in one group would have no common order."""
+    """The collectives and the worker with which one of a learner's two threads averages and waits. Each thread has its
+    own lane, because collectives that two threads start in one group would have no common order."""
 
     means: OrderedMean | SharedMean
     device_group: ProcessGroup | None
-    """The group on NCCL, if means use it."""
+    """The group on NCCL, if means use NCCL."""
     waiter: Worker
     finished: SimpleQueue[ProcessHandle[Any]]
-    """Handles, of which the strategy awaits the first, as they finish or fail."""
+    """Handles, in the order in which they finish or fail, for a strategy that awaits the first of several."""
 
 
 class ConnectedLearner(ReplicaLearner):
-    """A learner that is a process, connected with its peers. The default process group must exist. Subclasses compute
-    gradients and run the strategy.
+    """A learner that is a process and is connected with its peers. The default process group must exist. Subclasses
+    compute gradients and run the strategy.
 
-    Learners on one machine use shared memory (`MemoryLinks`) on the CPU; all others use gloo through host memory. If
-    each learner has its own device, means use NCCL.
+    On the CPU, learners on one machine communicate through shared memory (`MemoryLinks`). All other learners use gloo
+    through host memory. If each learner has its own device, means use NCCL.
 
-    In islands of `row_size` ranks, it communicates with those that hold the same shard. Waiting time, bytes and rounds
-    are counted in `statistics`. `has_other_threads` means that threads other than the background may `fail` this
-    learner while it waits.
+    In islands of `row_size` ranks, the learner communicates with the learners that hold the same model shard. Waiting
+    time, bytes and rounds are counted in `statistics`. `has_other_threads` means that threads other than the background
+    may `fail` this learner while it waits.
     """
 
     own_shards: HeldShards
@@ -98,7 +98,7 @@ class ConnectedLearner(ReplicaLearner):
         place = self._place = peers.place.row(row_size)
         self.rank, self.world, self.seed = place.rank, place.world, seed
         self.peers = replace(peers, look_around=self.release.check, naming_the_lost=self.naming_the_lost)
-        """The learners of the membership, for waits that end when this learner fails."""
+        """The learners of the membership. Waits for these learners end when this learner fails."""
         self.replica, self.sync_group = replica, sync_groups.of(place.rank)
         self._group_processes = [place.process(rank) for rank in self.sync_group]
         self._device, is_whole = replica.weights.device, len(self.sync_group) == self.world
@@ -121,16 +121,17 @@ class ConnectedLearner(ReplicaLearner):
         groups = [sync_groups.of(first) for first in range(0, sync_groups.num_workers, sync_groups.size)]
         shares_memory = sync_groups.size > 1 and all(links.join(each) for each in groups)  # the same on all learners
         self.reduces_in_backward = place.num_rows == 1 and not shares_memory and not place.sums_in_order
-        """Whether the mean of a gradient is computed while backward runs. Not so in shared memory, where a whole mean
-        takes less time than the overhead of splitting it, nor in an island, whose backward ends with the shard, nor if
-        sums must have the order of ranks."""
+        """Whether the mean of a gradient is computed while backward runs. It is not in three cases: in shared memory,
+        where a whole mean takes less time than the overhead of splitting it; in an island, whose backward ends with the
+        gradient of the model shard; and if vectors must be added in rank order."""
         self._lanes = [self._make_lane(number, shares_memory and len(self.sync_group) > 1) for number in range(2)]
         self._reducing_group = self._lanes[0].device_group
         if not self._by_nccl and self.reduces_in_backward and not is_whole:
             self._reducing_group = self._new_group("gloo")
 
     def order_of(self, script: Script | None, tell: Callable[[str], None]) -> Order:
-        """The order of the learner's activities, whose turns it tells: free, or that of a record."""
+        """Return the order of the learner's activities, which is free or follows the record in `script`. The order
+        passes each of its turns to `tell`."""
         if script is None:
             return RecordedOrder(lambda: self.is_behind, tell)
 
@@ -155,7 +156,7 @@ class ConnectedLearner(ReplicaLearner):
         """This learner's progress, for messages."""
 
     def _name_lost(self, suspect: int | None) -> str:
-        """The lost learners, for messages; `suspect` is one that is suspected, if any."""
+        """The names of the lost learners, for messages. `suspect` is the learner that is suspected, if any."""
         return self.peers.silent(suspect)
 
     def mean(self, of: Tensor | Handle[Tensor] | EncodedMean, group: Sequence[int] | None = None) -> Handle[Tensor]:
@@ -163,7 +164,8 @@ class ConnectedLearner(ReplicaLearner):
         return self._started(lambda: self._start_mean(of))
 
     def _started(self, start: Callable[[], Handle[T]]) -> Handle[T]:
-        """Start work that leaves this process: what it may depend on is recorded before, its success after."""
+        """Start work whose effects leave this process. The events on which the work may depend are recorded before it
+        starts, and its success is recorded afterwards."""
         if (order := self.replica.order).turns:
             order.flush()
         handle = start()
@@ -185,7 +187,8 @@ class ConnectedLearner(ReplicaLearner):
         return ProcessHandle(lambda: self._mean(handle.result()).result(), of=handle.of)
 
     def _mean(self, of: Tensor, into: Tensor | None = None) -> Handle[Tensor]:
-        """The mean of a vector as it is now, in new memory or, if learners share memory, in `into`."""
+        """Start the mean of the present values of a vector. The result is in new memory or, if learners share memory,
+        in `into`."""
         self.check_mean(of)
         self.count_mean(of.nbytes)
         if len(self.sync_group) == 1:
@@ -213,7 +216,7 @@ class ConnectedLearner(ReplicaLearner):
     def _averaging(
         self, what: str, start: Callable[[OrderedMean | SharedMean], Callable[[], Tensor]]
     ) -> Callable[[], Tensor]:
-        """Start a mean; returns a function that waits for it."""
+        """Start a mean, and return a function that waits for it."""
         means = self._lane.means
         with self.naming_the_lost(what):
             under_way = start(means)
@@ -308,14 +311,15 @@ class ConnectedLearner(ReplicaLearner):
                         elif first in keys:
                             for other in others:
                                 finished.put(other)
-                            first.result()  # raises if it has failed: nothing has come that a record should have
+                            first.result()  # raises if it has failed; a record must not contain failed work
                             self.order.chose(keys[first])
                             return keys[first]
 
         return ProcessHandle(result)
 
     def _notice_losses(self) -> None:
-        """Raise `PeerLost` if other learners have noticed a loss: a wait for the first of several would not end."""
+        """Raise `PeerLost` if other learners have noticed a loss. Otherwise a wait for the first of several handles
+        would not end."""
         self.release.check()
         if self.peers.store.check([A_LOSS_WAS_NOTICED]):
             raise PeerLost(f"learner {self.peers.rank} lost {self._name_lost(None)}, {self._where()}")
@@ -344,7 +348,7 @@ class ConnectedLearner(ReplicaLearner):
         return self.replica.snapshot(piece, memory)
 
     def start_on_memory(self, num_bytes: int, passes: int, do: Callable[[], T]) -> Handle[T]:
-        """Work on a shard in this process's memory, which is done when the handle is awaited."""
+        """Start work on a model shard in this process's memory. The work is done when the handle is awaited."""
 
         def result() -> T:
             begin = time.monotonic()
@@ -356,7 +360,7 @@ class ConnectedLearner(ReplicaLearner):
         return ProcessHandle(result)
 
     def start(self, activity: Coroutine[Any, Any, None]) -> None:
-        """Start the learner's second coroutine in a thread, on CUDA with a stream of its own."""
+        """Start the learner's second coroutine in a thread. On CUDA, the thread has a separate stream."""
         if self._background is not None:
             raise ProtocolError(f"learner {self.rank} already has a background; it can have only one")
         on_stream = beside_this_thread(self._device)
@@ -410,7 +414,7 @@ class ConnectedLearner(ReplicaLearner):
         return ProcessHandle(result)
 
     def reducing(self, model: nn.Module) -> ReducingModel:
-        """`model`, whose gradients are averaged over the sync group while backward runs."""
+        """Wrap `model` so that its gradients are averaged over the sync group while backward runs."""
         waiting = partial(self._waits.waiting, MEAN_OF_GRADIENT, self._group_processes, is_group=True)
         with self.naming_the_lost(MEAN_OF_GRADIENT):
             return ReducingModel(model, self._reducing_group, waiting)
@@ -421,19 +425,20 @@ class ConnectedLearner(ReplicaLearner):
         self.statistics.averaging.bytes_sent += 2 * (size - 1) * num_bytes // size
 
     def warn_of_few_rounds(self) -> None:
-        """Warn, at the end, if this learner made too few averaging rounds."""
+        """Warn at the end of the run if this learner made too few averaging rounds."""
         if self._background is not None and (complaint := self.rounds.complaint()):
             warnings.warn(f"learner {self.peers.rank} {complaint}", RuntimeWarning, stacklevel=2)
 
     def end_rounds(self) -> None:
-        """Make no more gradients: wait until all rounds have ended; other learners may still be computing."""
+        """Declare that this learner computes no more gradients, and wait until all rounds have ended. Other learners
+        may still be computing."""
         self.warn_of_few_rounds()
         self.rounds.finish()
         self.join_background()
         self.end_threads()
 
     def join_background(self) -> None:
-        """Wait until the background, if there is one, has ended. Raises its error."""
+        """Wait until the background, if there is one, has ended, and raise the error with which it ended, if any."""
         if self._background is not None:
             with self._waits.waiting(OWN_ROUNDS):
                 self._background.join()
@@ -445,7 +450,7 @@ class ConnectedLearner(ReplicaLearner):
         self._links.close()
 
     def leave(self) -> None:
-        """Stop communicating without completing pending work; the caller has cut the connections."""
+        """Stop communicating without completing pending work. The caller must have cut the connections."""
         self.fail(MembershipChanged(self.peers.feed.latest))
         if self._background is not None:
             self._background.join(LONGEST_LEAVE_SECONDS)
@@ -453,7 +458,7 @@ class ConnectedLearner(ReplicaLearner):
         self._links.close()
 
     def wait_for(self, what: str, wait: Callable[[], T], peer: int | None = None, in_this_thread: bool = False) -> T:
-        """Wait for the sync group or one peer, and name the lost learners if that fails."""
+        """Wait for the sync group or one peer. If the wait fails, the error names the lost learners."""
         is_mean = what in (A_MEAN, MEAN_OF_GRADIENT)
         whom = self._group_processes if is_mean else () if peer is None else [self._place.process(peer)]
         may_be_released = self._has_other_threads or (self._background is not None and not self.is_behind)
@@ -463,8 +468,8 @@ class ConnectedLearner(ReplicaLearner):
             return wait()
 
     def await_device(self) -> None:
-        """Wait for NCCL's results on this thread's stream, and raise the error of an abort: an aborted collective
-        appears complete, but its result must not be used."""
+        """Wait for NCCL's results on this thread's stream, and raise an error if a collective was aborted. An aborted
+        collective appears complete, but its result must not be used."""
         if self._by_nccl:
             synchronize(self._device)
             self.release.check()
@@ -487,7 +492,8 @@ class ConnectedLearner(ReplicaLearner):
 
     @contextmanager
     def _waiting(self, what: str, whom: Sequence[int] = (), is_group: bool = False) -> Generator[None, None, None]:
-        """A context in which this thread waits for others; counts the seconds unless it is the background."""
+        """A context in which this thread waits for other learners. The waiting time is counted unless the thread is the
+        background."""
         begin = time.monotonic()
         with self._waits.waiting(what, whom, is_group):
             yield
@@ -507,7 +513,7 @@ class ConnectedLearner(ReplicaLearner):
         return _Lane(means, device_group, self.workers[f"starling-waiter-{number}"], SimpleQueue())
 
     def _new_group(self, backend: str) -> ProcessGroup | None:
-        """A new process group of this learner's sync group; None if it is alone in it."""
+        """Create a process group for this learner's sync group. Return None if the learner is alone in its group."""
         if len(self.sync_group) == 1:
             return None
         return local_group(self._group_processes, self.peers.timeout_seconds, backend)

@@ -1,9 +1,9 @@
-"""Children that a process of a run forks, such as loading processes, do not hold its connections.
+"""Keeps the connections of a process out of the children that it forks, such as loading processes.
 
-A connection ends with the last process that holds it, so a forked child would hide its parent's death from the others.
-Most sockets belong to torch, which does not tell their descriptors; they are recognised because they appear while torch
-connects. In a child, /dev/null takes their numbers, because torch, which closes them later, must not close something
-else.
+A connection ends only when the last process that holds it closes it, so a forked child that kept a connection would
+hide its parent's death from the other processes. Most sockets belong to torch, which does not reveal their descriptors.
+They are recognised because they appear while torch connects. In a child, their descriptors are redirected to /dev/null:
+torch closes these descriptors later, and must not close a different file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Identity = tuple[int, int]
 
 
 def identity(descriptor: int) -> Identity | None:
-    """Identifies a socket; None for any other file."""
+    """Return the identity of a socket, or None for any other file."""
     status = os.fstat(descriptor)
     return (status.st_dev, status.st_ino) if stat.S_ISSOCK(status.st_mode) else None
 
@@ -34,14 +34,14 @@ def sockets() -> dict[int, Identity]:
     """All sockets of this process by descriptor."""
     found: dict[int, Identity] = {}
     for path in Path("/dev/fd").iterdir():
-        with suppress(OSError):  # such as the descriptor of the listing itself
+        with suppress(OSError):  # raised, for example, for the descriptor of the listing itself
             if own := identity(int(path.name)):
                 found[int(path.name)] = own
     return found
 
 
 def keep_from_children(own: Mapping[int, Identity]) -> None:
-    """Let children of this process, whether forked or executed, hold none of these sockets."""
+    """Ensure that children of this process, whether forked or executed, hold none of these sockets."""
     for number, which in list(_own.items()):  # other threads may add theirs
         if not _is(number, which):
             _own.pop(number, None)
@@ -53,7 +53,8 @@ def keep_from_children(own: Mapping[int, Identity]) -> None:
 
 @contextmanager
 def own_connections() -> Generator[None, None, None]:
-    """Children hold none of the sockets that are opened within this context and remain."""
+    """Ensure that children hold none of the sockets that are opened within this context and are still open at its
+    end."""
     before = sockets()
     try:
         yield
@@ -62,14 +63,14 @@ def own_connections() -> Generator[None, None, None]:
 
 
 def owned(line: socket) -> socket:
-    """`line`, which children of this process do not hold."""
+    """Return `line`, after ensuring that children of this process do not hold it."""
     if which := identity(line.fileno()):
         keep_from_children({line.fileno(): which})
     return line
 
 
 def clone_store(store: Store) -> Store:
-    """The store over a separate connection: each connection serves one wait or one request at a time."""
+    """Return the same store over a separate connection. Each connection serves one wait or one request at a time."""
     with own_connections():
         clone: Store = store.clone()  # type: ignore[attr-defined]
     return clone
@@ -79,7 +80,7 @@ _own: dict[int, Identity] = {}
 
 
 def _is(number: int, which: Identity) -> bool:
-    with suppress(OSError):  # it is closed
+    with suppress(OSError):  # the socket is closed
         return identity(number) == which
     return False
 
@@ -93,7 +94,8 @@ def _port(number: int) -> tuple[int, bool]:
 
 
 def _let_go() -> None:
-    """Close the inherited connections, including those that a store has accepted since. Called in each forked child."""
+    """Close the inherited connections, including those that a store has accepted since they were recorded. This
+    function is called in each forked child."""
     held = {number for number, which in _own.items() if _is(number, which)}
     listening = {port for port, listens in map(_port, held) if listens}
     held |= {number for number in sockets() if _port(number)[0] in listening}

@@ -1,8 +1,9 @@
 """Handshake and closing barrier of learners, through the store.
 
-gloo aborts the process on vectors of different sizes, and silently reinterprets different dtypes. So the handshake
-rejects learners that differ, before the first tensor is sent; the error names the learners and both values. Messages of
-processes that do not belong to the run, and those of an earlier run, are rejected before they are parsed.
+gloo aborts the process if vectors differ in size, and silently reinterprets vectors that differ in dtype. Therefore the
+handshake rejects learners that differ before the first tensor is sent; the error names the learners and both values.
+Messages from processes that do not belong to the run, and messages of an earlier run, are rejected before they are
+parsed.
 """
 
 import json
@@ -33,26 +34,28 @@ from starling.training.membership import Membership, MembershipChanged, Membersh
 LOOK_AROUND_SECONDS = 0.02
 """Maximum interval between two checks of the store."""
 LONG_LOOK_AROUND_SECONDS = 0.2
-"""Maximum interval in a long wait: the interval grows to a hundredth of the wait's duration, up to this."""
+"""Maximum interval between two checks in a long wait. The interval grows with the wait, to a hundredth of its duration,
+up to this value."""
 LOOKS_OF_ALL_PER_SECOND = 2000
-"""Number of checks per second that all learners that wait for the same key make together: the store serves them one by
-one."""
+"""Number of checks per second that all learners that wait for the same key make together. The store serves the checks
+one by one."""
 LOOK_WHO_SECONDS = 0.5
-"""Minimum interval between two checks of which learners are missing."""
+"""Minimum interval between two checks that determine which learners are missing."""
 LOOKS_PER_SECOND = 20
 """Maximum number of learners that are checked per second."""
 PATIENCE_SECONDS = 2.0
 """Time that a learner waits for others to report that they have noticed a loss."""
 
 _CHALLENGE, _SIGNED = "handshake", "signed"
-"""Words of a learner's keys. Earlier versions put their whole handshake where its challenge is now."""
+"""Words in the names of a learner's keys. Earlier versions wrote the whole handshake under the key that now holds the
+challenge."""
 A_LOSS_WAS_NOTICED = "noticed"
-"""A key that is set as soon as any learner notices a loss, so that waiting learners need to check only one key."""
+"""Key that is set as soon as any learner notices a loss, so that waiting learners need to check only one key."""
 _OVER, _CHANGED = "over", "changed"
 
 
 def do_nothing() -> None:
-    """The default `look_around`."""
+    """Do nothing; this is the default `look_around`."""
 
 
 @dataclass(frozen=True)
@@ -64,20 +67,20 @@ class Handshake:
     num_parameters: int
     dtype: str
     configuration: str
-    """A digest of the resolved recipe."""
+    """Digest of the resolved recipe."""
     optimizer: str = ""
-    """The classes and options of a joined loop's optimizers."""
+    """Classes and options of a joined loop's optimizers."""
     starling: str = field(default_factory=cache(partial(version, "starling-asr")))
     torch: str = field(default_factory=lambda: str(torch.__version__))
 
 
 @dataclass(eq=False)
 class Peers:
-    """The learners of one membership, as one of them sees the others through the store.
+    """The learners of one membership, as one learner sees the others through the store.
 
-    While it waits for others, it calls `look_around` repeatedly, which may raise; its waits are recorded in `waits`.
-    `naming_the_lost` turns an error of the store in an operation into one that names the lost learners. The `feed`
-    announces the next membership. Without one the first is the only one, and a lost learner is an error.
+    While the learner waits for others, it repeatedly calls `look_around`, which may raise. Its waits are recorded in
+    `waits`. `naming_the_lost` converts an error of the store into an error that names the lost learners. The `feed`
+    announces the next membership. Without a feed the first membership is the only one, and a lost learner is an error.
     """
 
     place: Place
@@ -94,15 +97,17 @@ class Peers:
         self.feed = self.feed or MembershipFeed(self.rank, self.membership)
 
     def enter(self, membership: Membership) -> "Peers":
-        """The learners of a membership that includes this one. An announcement of the next one ends its waits."""
+        """Return the learners of a membership that includes this learner. The announcement of the next membership ends
+        the waits for them."""
         rank, world = membership.members.index(self.feed.name), len(membership.members)
         self.waits.among(rank, membership.members)
         place = replace(self.place, rank=rank, world=world, store=PrefixStore(membership.key, self.store))
         return replace(self, place=place, membership=membership, look_around=partial(self.feed.check, membership))
 
     def beside(self, is_closed: threading.Event, waits: Waits) -> "Peers":
-        """The same learners over another connection to the store, which serves one request at a time: for a thread
-        whose waits have no time-out, and raise CancelledError once it `is_closed`."""
+        """Return the same learners over a separate connection to the store, because a connection serves one request at
+        a time. They are for a thread whose waits have no time-out, and raise `CancelledError` once `is_closed` is
+        set."""
 
         def look_around() -> None:
             if is_closed.is_set():
@@ -112,7 +117,8 @@ class Peers:
         return replace(self, place=place, timeout_seconds=math.inf, waits=waits, look_around=look_around)
 
     def await_done(self, is_done: Callable[[], bool], what: str) -> None:
-        """Wait until `is_done`, which itself waits a moment; `DistStoreError` with `what` after the time-out."""
+        """Wait until `is_done` returns True; each call of `is_done` waits a moment. Raises `DistStoreError` with `what`
+        after the time-out."""
         begin = time.monotonic()
         while not is_done():
             self.look_around()
@@ -130,11 +136,11 @@ class Peers:
         writers: Sequence[int] = (),
         written: Sequence[str] = (),
     ) -> None:
-        """Wait until other learners have set all `keys`; `DistStoreError` after the time-out.
+        """Wait until other learners have set all `keys`. Raises `DistStoreError` after the time-out.
 
-        The wait is recorded as `what`; `writers` are the ranks waited for, each of which sets one of the `keys`. If the
-        writers set the keys in `written` instead, from which one learner makes the value that all wait for, each
-        learner checks less often the more learners there are.
+        The wait is recorded as `what`. `writers` are the ranks for which this learner waits; each of them sets one of
+        the `keys`. If the writers set the keys in `written` instead, one learner computes from these the value for
+        which all learners wait. The more learners there are, the less often each of them checks for that value.
         """
         store, told = self.store, written or keys
         if store.check(list(keys)):
@@ -156,10 +162,10 @@ class Peers:
                     wait.whom, asked = tuple(absent), now + pause
 
     def gather(self, word: str, own: str, combine: Callable[[list[bytes]], str], what: str) -> bytes:
-        """The result of learner 0's `combine` on the texts that all learners pass as `own`, in rank order.
+        """Return the result of learner 0's `combine` on the texts that all learners pass as `own`, in rank order.
 
-        All learners call it. Each of them but learner 0 looks at one key and reads one value, so that the work of the
-        store grows as the number of learners, and not as its square. `DistStoreError` after the time-out.
+        All learners must call this method. Each learner except learner 0 checks one key and reads one value, so that
+        the work of the store grows linearly with the number of learners. Raises `DistStoreError` after the time-out.
         """
         ranks, result = range(self.world), f"{word}/all"
         keys = [f"{word}/{each}" for each in ranks]
@@ -172,18 +178,18 @@ class Peers:
         return self.store.get(result)
 
     def gather_all(self, word: str, own: object, what: str) -> list[Any]:
-        """The values that all learners pass as `own`, by rank; they travel as JSON."""
+        """Return the values that all learners pass as `own`, by rank. The values are sent as JSON."""
         found: list[Any] = json.loads(
             self.gather(word, json.dumps(own), lambda all_texts: f"[{b','.join(all_texts).decode()}]", what)
         )
         return found
 
     def shake_hands(self, mine: Handshake) -> None:
-        """Compare this learner with the others. `ProtocolError` names the first learner that differs, `PeerLost` those
-        that are missing.
+        """Compare this learner with the others. `ProtocolError` names the first learner that differs, and `PeerLost`
+        names the missing learners.
 
-        First all learners exchange challenges, which nothing protects: a learner's handshake is over all of them, and
-        another learner believes it only if its own challenge is among them.
+        First all learners exchange challenges, which are not protected. The signature of each handshake covers all
+        challenges, and a learner accepts another learner's handshake only if its own challenge is among these.
         """
         rank, own = self.rank, new_challenge()
         in_lines = self._exchange(_CHALLENGE, own, lambda said: b"\n".join(said).decode(errors="replace"))
@@ -207,11 +213,11 @@ class Peers:
             _compare(rank, other, mine, json.loads(theirs))
 
     def check_alike(self, mine: Handshake) -> None:
-        """Compare a joiner with learner 0's handshake of the first membership, if that has begun, except for the number
-        of learners. So a joiner that differs fails before other learners wait for it. The handshake of its own
-        membership is what lets it in. Raises ProtocolError."""
+        """Compare a joiner with learner 0's handshake of the first membership, if that membership has begun. The number
+        of learners is not compared. A joiner that differs thus fails before other learners wait for it. It is admitted
+        only by the handshake of its own membership. Raises `ProtocolError`."""
         name, store, of_first = self.feed.name, PrefixStore(Membership(0, ()).key, self.store), f"{_SIGNED}/0"
-        if store.check([of_first]):  # once all learners of that membership have come
+        if store.check([of_first]):  # set once all learners of that membership have come
             challenges = store.get(f"{_CHALLENGE}/all").decode(errors="replace")
             theirs = json.loads(verified(name, 0, challenges, store.get(of_first)))
             _compare(name, 0, mine, theirs | {"world": mine.world})
@@ -227,8 +233,8 @@ class Peers:
             ) from error
 
     def part(self) -> None:
-        """The closing barrier: no learner disconnects while another still needs the connection. Raises
-        `MembershipChanged` if some learners continue in a next membership: then all learners do."""
+        """Pass the closing barrier, so that no learner disconnects while another learner still needs the connection.
+        Raises `MembershipChanged` if some learners continue in the next membership; all learners then continue."""
         store, is_over = self.store, True
         store.set(f"closing/{self.rank}", "")  # raises if the store is gone already
         try:
@@ -245,23 +251,24 @@ class Peers:
         self.end(is_over)
 
     def decide(self, is_over: bool) -> bool:
-        """Whether the run is over with this membership, or continues in the next: the answer of the first learner that
-        has decided."""
+        """Return whether the run ends with this membership, or continues in the next. The answer is that of the first
+        learner that decided."""
         outcome = _OVER if is_over else _CHANGED
         return bool(self.store.compare_set("outcome", "", outcome).decode() == _OVER)
 
     def end(self, is_over: bool = True) -> None:
-        """For this learner, the run is over with this membership or not. Raises `MembershipChanged` if it continues."""
+        """State whether, for this learner, the run ends with this membership. Raises `MembershipChanged` if the run
+        continues."""
         if self.feed.is_watched and not self.decide(is_over):
             raise MembershipChanged(self.feed.beyond(self.membership, REGROUP) or self.feed.latest)
 
     def silent(self, suspect: int | None = None) -> str:
-        """Name the lost learners: those that do not report within `PATIENCE_SECONDS` that they noticed the loss of a
-        peer.
+        """Name the lost learners. A learner is lost if it does not report within `PATIENCE_SECONDS` that it has noticed
+        the loss of a peer.
 
-        `suspect` is the peer whose connection broke, if known: it is lost unless it disconnected because it had noticed
-        another loss. Learners that are waiting for others may notice much later, so if several are silent, they are
-        given more time.
+        `suspect` is the peer whose connection broke, if known. That peer is lost unless it disconnected because it had
+        noticed another loss. Learners that are waiting for others may notice a loss much later, so if several are
+        silent, they are given more time.
         """
         store = self.store
         try:
@@ -283,8 +290,9 @@ class Peers:
 
 
 def _different(challenges: str, handshakes: list[bytes]) -> str:
-    """The first learner with each of the different handshakes, for learner 0 to publish: every learner compares itself
-    with these, which is equivalent to a comparison with all. Handshakes that are not of this run are included."""
+    """Return, for each distinct handshake, the first learner that sent it. Learner 0 publishes these, and every learner
+    compares itself with them, which is equivalent to a comparison with all learners. Handshakes that do not belong to
+    this run are included."""
     first: dict[str, int] = {}
     for other, message in enumerate(handshakes):
         try:

@@ -1,12 +1,12 @@
-"""One island on processes: its ranks hold one model together, and each learner sees its own part of it.
+"""One island on processes. The ranks of an island hold one model together, and each learner sees its own part of it.
 
-With `sharded` this part is a shard of torch's FSDP2; `tensor.py` has tensor parallelism. FSDP2 keeps every parameter as
-a padded part of its rows. Here these parts are views into one vector `[P']`, so that weights, gradients and optimizer
-work as for any other learner. FSDP2's collectives go through `IslandGroup`, so that the backend's errors are
-distinguished from the model's, and sums run in rank order.
+With `sharded` this part is a model shard of torch's FSDP2; `tensor.py` contains tensor parallelism. On each rank, FSDP2
+keeps a padded part of the rows of every parameter. Here these parts are views into one vector `[P']`, so that weights,
+gradients and optimizer work as for any other learner. FSDP2's collectives go through `IslandGroup`, which distinguishes
+the backend's errors from the model's and adds in rank order.
 
-FSDP2 has no public way to place its parts in given memory: `use_weights` sets two of its attributes, which `_parts`
-checks.
+FSDP2 has no public way to place its parts in given memory. Therefore `use_weights` sets two of its attributes, which
+`_parts` checks.
 """
 
 import time
@@ -36,13 +36,14 @@ from starling.training.shards import MakeOptimizer
 
 GATHERING = "gathering its island's model"
 SMALLEST_UNIT = 1 << 20
-"""Number of weights below which a block is not gathered and freed separately, but together with the block around it."""
+"""Number of weights below which a block is gathered and freed together with the block around it."""
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
-"""Optimizers of `torch.optim` that treat each weight alone, so that a shard's step is that of the whole model."""
+"""Optimizers of `torch.optim` that update each weight separately, so that the steps of all shards together equal the
+step of the whole model."""
 
 
 class IslandGroup(PassWithBackend):
-    """The communication within one island, by the foreground only. All processes create their groups together."""
+    """The communication within one island. Only the foreground uses it. All processes create their groups together."""
 
     def __init__(self, peers: Peers, size: int, statistics: Statistics) -> None:
         super().__init__()
@@ -70,19 +71,19 @@ class IslandGroup(PassWithBackend):
         torch.mul(mean, self.size, out=own) if is_sum else own.copy_(mean)
 
     def all_reduce(self, tensor: Tensor, operation: Any = dist.ReduceOp.SUM) -> None:
-        """Set `tensor` to the sum of all ranks' tensors, with the same bits on all ranks."""
+        """Set `tensor` to the sum of all ranks' tensors. The sum is bit-identical on all ranks."""
         with self._communicating(2 * (self.size - 1) * tensor.nbytes // self.size):
             dist.all_reduce(tensor, operation, group=self.group)
 
     def gathered(self, number: float) -> list[float]:
-        """The numbers of all ranks."""
+        """Return the numbers that all ranks pass, in rank order."""
         found = torch.empty(self.size, dtype=torch.float64)
         with self._communicating(0):
             dist.all_gather_single(found, torch.tensor([number], dtype=torch.float64), group=self.group)
         return [float(each) for each in found]
 
     def sum(self, number: float) -> float:
-        """The sum of a number over the ranks, with the same bits on all ranks."""
+        """Return the sum of a number over the ranks. The sum is bit-identical on all ranks."""
         return sum(self.gathered(number))
 
     @contextmanager
@@ -97,10 +98,10 @@ class IslandGroup(PassWithBackend):
 
 
 class IslandModel(Model):
-    """One rank's part of a model that its island holds, in the role of a lone learner's `FlatModel`.
+    """One rank's part of a model that its island holds. It takes the place of the `FlatModel` of a lone learner.
 
-    `weights` and `gradients` `[P']` hold this rank's part of every parameter. `whole` are the parameters of the uncut
-    model, by name.
+    `weights` and `gradients` `[P']` hold this rank's part of every parameter. `whole` contains the parameters of the
+    uncut model, by name.
     """
 
     def __init__(self, model: nn.Module, island: IslandGroup, whole: Mapping[str, Tensor], cut: Cut) -> None:
@@ -114,11 +115,12 @@ class IslandModel(Model):
         super().__init__(model, parameters, weights, torch.zeros_like(weights))
 
     def begin(self, num_parts: int) -> int:
-        # the same on all ranks, since they communicate in each
+        # the number must be the same on all ranks, because they communicate in each part
         return int(max(self.island.gathered(super().begin(num_parts))))
 
     def own_part(self, state: LearnerState, make_optimizer: MakeOptimizer) -> LearnerState:
-        """This rank's part of the state of a whole model; a state that is a part is returned as it is."""
+        """Return this rank's part of the state of a whole model. A state that is already such a part is returned
+        unchanged."""
         cut, member = self.cut, self.island.member
         if state.shard_of_island is not None:
             if state.shard_of_island.cut != cut:
@@ -136,13 +138,13 @@ class IslandModel(Model):
         return ShardOfIsland(self.cut, self.island.member, self._order(optimizer))
 
     def _order(self, optimizer: Optimizer) -> tuple[int, ...]:
-        """The numbers of the parameters in the order of an optimizer."""
+        """Return the parameters' numbers in the order in which an optimizer lists the parameters."""
         numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
         return tuple(numbers[id(each)] for group in optimizer.param_groups for each in group["params"])
 
 
 class ShardedModel(IslandModel):
-    """A model in shards by FSDP2."""
+    """A model that FSDP2 has cut into shards."""
 
     def __init__(self, model: nn.Module, island: IslandGroup) -> None:
         whole = trainable_by_name(model)
@@ -164,8 +166,8 @@ class ShardedModel(IslandModel):
                 part.sharded_param._local_tensor = view[: part.sharded_size[0]]
 
     def _notice_gradients(self, units: Sequence[nn.Module]) -> None:
-        """Record which parameters receive a gradient in this rank's backward. FSDP2 creates the parameters that a
-        backward reaches when their unit is called for the first time."""
+        """Record which parameters receive a gradient in this rank's backward. FSDP2 creates the parameters that
+        backward reaches when their unit is first called."""
         numbers = {id(part): number for number, part in enumerate(self._fsdp)}
         for unit in units:
             within = [part for group in _groups([unit]) for part in group.fsdp_params]
@@ -187,7 +189,7 @@ def check_island(island: Island, device: torch.device) -> None:
 
 
 def check_elementwise(optimizer: Optimizer) -> None:
-    """Raise ConfigError unless the optimizer treats each weight alone."""
+    """Raise `ConfigError` unless the optimizer updates each weight separately."""
     if type(optimizer).__name__ not in ELEMENTWISE or type(optimizer).__module__.partition(".")[0] != "torch":
         raise ConfigError(
             f"island: {type(optimizer).__name__} does not treat each weight alone, so it would step differently on a "
@@ -196,7 +198,8 @@ def check_elementwise(optimizer: Optimizer) -> None:
 
 
 def trainable_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The trainable parameters of a model in the order of its weights. Raises ConfigError if one cannot be cut."""
+    """Return the trainable parameters of a model, by name, in the order of its weights. Raises `ConfigError` if a
+    parameter cannot be cut."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found = {names[id(parameter)]: parameter for parameter in trainable(model)}
     for name, parameter in found.items():
@@ -209,7 +212,8 @@ def trainable_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _shard(model: nn.Module, island: IslandGroup) -> list[nn.Module]:
-    """Shard a model with FSDP2: its large blocks first, then what remains. Returns the modules in that order."""
+    """Shard a model with FSDP2: its large blocks first, then the rest of the model. Return the modules in that
+    order."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -223,14 +227,14 @@ def _shard(model: nn.Module, island: IslandGroup) -> list[nn.Module]:
         if _groups([unit]):
             sharded.set_custom_all_gather(gather)
             sharded.set_custom_reduce_scatter(reduce)
-        sharded.set_reduce_scatter_unused_params(True, recurse=False)  # ranks that differ must not wait for ever
+        sharded.set_reduce_scatter_unused_params(True, recurse=False)  # otherwise ranks that differ wait for ever
     return units
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The large blocks of a model that are gathered and freed one by one, inner ones first: members of lists and
-    sequences, and the model's own children, as these are called as modules. Parameters must not be shared with others.
-    """
+    """Return the large blocks of a model that are gathered and freed one by one, inner blocks first. Candidates are the
+    members of lists and sequences, and the model's own children, because these are called as modules. A block must not
+    share parameters with other modules."""
     containers = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
     found: list[nn.Module] = []
     uses = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
@@ -251,7 +255,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _comms(island: IslandGroup) -> tuple[Any, Any]:
-    """The communication objects with which FSDP2 gathers and reduces."""
+    """Return the communication objects with which FSDP2 gathers and reduces."""
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
     class Allocates:
@@ -272,7 +276,7 @@ def _comms(island: IslandGroup) -> tuple[Any, Any]:
 
 
 def _groups(units: Sequence[nn.Module]) -> list[Any]:
-    """FSDP2's parameter groups."""
+    """Return FSDP2's parameter groups."""
     from torch.distributed.fsdp import fully_shard
 
     states = [fully_shard.state(unit) for unit in units]  # type: ignore[attr-defined]
@@ -280,7 +284,7 @@ def _groups(units: Sequence[nn.Module]) -> list[Any]:
 
 
 def _parts(units: Sequence[nn.Module]) -> dict[str, Any]:
-    """FSDP2's record of each parameter, by the parameter's name in the model, which is the last unit."""
+    """Return FSDP2's record of each parameter, by the parameter's name in the model. The model is the last unit."""
     places = {id(module): name for name, module in units[-1].named_modules()}
     found = {}
     for group in _groups(units):

@@ -1,7 +1,7 @@
-"""The engine `processes`: each learner is a process, on `torch.distributed`.
+"""The engine `processes`, in which each learner is a process that uses `torch.distributed`.
 
-On the CPU learners communicate by shared memory on one machine and by gloo between machines. On CUDA, means use NCCL if
-each learner has its own device; everything else uses gloo through host memory.
+On the CPU, learners communicate through shared memory on one machine and through gloo between machines. On CUDA, means
+use NCCL if each learner has its own device; all other communication uses gloo through host memory.
 """
 
 import sys
@@ -38,12 +38,12 @@ from starling.training.tickets import SyncGroupTickets
 from starling.workload import Position, Ticket
 
 KEPT_TIMES = 1 << 16
-"""Number of a sync group's claims whose time stays in the store: learners that agree every H steps are up to H claims
+"""Number of a sync group's claims whose times stay in the store. Learners that agree every H steps are up to H claims
 apart."""
 
 
 class ProcessLearner(ConnectedLearner, CourseLearner):
-    """The learner that runs in this process, in one membership. It continues with the state in its `life`."""
+    """The learner that runs in this process in one membership. It continues with the state in its `life`."""
 
     batches: "ProcessBatches"
     cut_agreement: CutAgreement
@@ -99,7 +99,7 @@ class ProcessLearner(ConnectedLearner, CourseLearner):
         self.batches = ProcessBatches(self, loader, self._barrier)
 
     def drive(self) -> LearnerState:
-        """Run the strategy to its end; returns this learner's final state."""
+        """Run the strategy to its end, and return this learner's final state."""
         coroutine, STARTED.count = self.job.strategy.start(self, self.job.options), self.order.num_started[0]
         try:
             while True:
@@ -118,7 +118,7 @@ class ProcessLearner(ConnectedLearner, CourseLearner):
         return closing(self._barrier)
 
     def leave(self) -> None:
-        """Leave a membership that has ended and whose connections have been cut, and save this learner's `Life`."""
+        """Leave a membership that has ended and whose connections were cut, and save this learner's `Life`."""
         super().leave()  # before saving, because the background changes the weights
         self._reducing = None  # its hooks would act on later gradients
         self.end_membership(self.peers.membership.number)
@@ -179,7 +179,7 @@ class ProcessLearner(ConnectedLearner, CourseLearner):
     # implementation
 
     def _compute(self, at: Tensor, is_mean: bool = False) -> Tensor:
-        """The gradient of the claimed mini-batch at the weights `at`, or the sync group's mean of it."""
+        """Compute the gradient of the claimed mini-batch at the weights `at`, or the sync group's mean gradient."""
         begin, waited, flat = time.monotonic(), 0.0, self._flat
         if at is not self.replica.weights:
             flat.use_weights(at)
@@ -203,7 +203,7 @@ class ProcessLearner(ConnectedLearner, CourseLearner):
         return flat.gradients
 
     def _compute_mean(self, flat: Model) -> float:
-        """Compute the sync group's mean gradient; returns the loss of this learner's own mini-batch."""
+        """Compute the sync group's mean gradient, and return the loss of this learner's own mini-batch."""
         self.count_mean(flat.gradients.nbytes)
         reducing = self._reducing = self._reducing or self.reducing(flat.model)
         with self.naming_the_lost(MEAN_OF_GRADIENT), reducing.reducing():
@@ -212,8 +212,8 @@ class ProcessLearner(ConnectedLearner, CourseLearner):
         return loss
 
     def _compute_part(self, part: IslandModel) -> float:
-        """Compute this rank's part of the mean gradient of the island's mini-batches; returns the loss of this rank's
-        own mini-batch."""
+        """Compute this rank's part of the mean gradient of the island's mini-batches, and return the loss of this
+        rank's own mini-batch."""
         with self.naming_the_lost(GATHERING), part.island.telling_failures():
             loss = self.compute_gradient(part.model, part)
         if self.unused:
@@ -232,8 +232,8 @@ class ProcessLearner(ConnectedLearner, CourseLearner):
         return self.order_of(self.life.script, tell)
 
     def _record_weights(self, position: Position, weights: Tensor) -> None:
-        """Record the hash of weights. Raises ReplayError if they are not those of the record that the learner keeps
-        to."""
+        """Record the hash of `weights`. Raises `ReplayError` if the weights differ from those in the record that the
+        learner follows."""
         super()._record_weights(position, weights)
         states: Sequence[tuple[int, str]] = () if self.life.script is None else self.life.script.states
         number, self._num_states = self._num_states, self._num_states + 1
@@ -263,8 +263,8 @@ class ProcessLearner(ConnectedLearner, CourseLearner):
 
 
 class ProcessBatches:
-    """The `BatchSource` of a learner process: its sync group claims portions of tickets through the store, and loading
-    processes prepare mini-batches ahead. Unless all learners have one model, the store records which tickets are
+    """The `BatchSource` of a learner process. Its sync group claims portions of tickets through the store, and loading
+    processes prepare mini-batches ahead. Unless all learners have the same model, the store records which tickets are
     done."""
 
     def __init__(self, learner: "ProcessLearner", loader: Loader, barrier: CheckpointBarrier) -> None:
@@ -304,7 +304,7 @@ class ProcessBatches:
         return loaded or None
 
     def agreed_seconds(self, claim: int) -> float:
-        """The clock of the sync group's first learner, through the store."""
+        """Return the time on the clock of the sync group's first learner, which is communicated through the store."""
         if len(self._learner.claimers) == 1:
             return self._learner.now()
         store, first, what = self._peers.store, self._learner.claimers.start, "agreeing on the time"
@@ -325,8 +325,8 @@ class ProcessBatches:
             self._notes.add(ticket)
 
     def drawn_by_all(self) -> tuple[int, list[int]]:
-        """The number of portions drawn by all sync groups, and the portions that remain undone because they were drawn
-        ahead when the time budget was spent. Waits until all learners have made their last claims."""
+        """Wait until all learners have made their last claims. Return the number of portions that all sync groups have
+        drawn, and the portions that remain undone because they were drawn ahead when the time budget was spent."""
         if self._is_whole:
             return self._learner.statistics.num_claimed, []
         if self._given is not None:
@@ -361,8 +361,8 @@ class ProcessBatches:
             return self._draws.take()
 
     def _draw_ahead(self, now: float) -> None:
-        """Begin to draw the portions that will be needed after the mini-batch that begins, so that nothing waits for
-        the store."""
+        """Begin to draw the portions that will be needed after the mini-batch that is about to begin, so that training
+        does not wait for the store."""
         num_more = 1 + self._loader.is_ahead
         if self._member == 0:
             num_more = self._lookahead.num(now, self._loader.load_seconds, 1 + self._loader.is_ahead)
@@ -371,7 +371,8 @@ class ProcessBatches:
             self._draws.begin()
 
     def _undone(self) -> set[int]:
-        """The portions that were drawn ahead and will not be claimed; draws that are under way are completed."""
+        """Complete the draws that are under way, and return the portions that were drawn ahead and will not be
+        claimed."""
         undone = set(self._drawn_ahead)
         for _ in range(self._draws.num_under_way):
             number = self._take()
@@ -383,10 +384,10 @@ class ProcessBatches:
     def _num_ahead(self) -> int:
         """The number of portions that may be drawn ahead of the one that is about to begin."""
         if self._draws_nothing:
-            return sys.maxsize  # no other learner would take them
+            return sys.maxsize  # no other learner would draw them
         if self._member == 0:
             return self._lookahead.num(time.monotonic(), self._loader.load_seconds)
-        # only what the first has drawn: waiting for more would keep the group from the step that the first is in
+        # only as far as the first learner has drawn: waiting for more would block the step that it is in
         return len(self._drawn_ahead) - 1 + self._draws.num_known
 
     @property

@@ -1,11 +1,12 @@
-"""MemoryLinks between the learners of one machine: tensors are in shared memory, and only short notes are sent.
+"""Links between the learners on one machine. Tensors are in shared memory, and only short notes are sent.
 
-Each learner has an arena: anonymous memory that it passes to the others as a file descriptor. A message consists of a
-slot in the sender's arena and a note about it, a few bytes over a Unix socket; the receiver reads the slot in place.
-Compared with TCP on the loopback interface, this saves four copies per message and waking another thread.
+Each learner has an arena, which is anonymous memory that it passes to the others as a file descriptor. A message
+consists of a slot in the sender's arena and a note of a few bytes that is sent over a Unix socket. The receiver reads
+the slot in place. Compared with TCP on the loopback interface, this saves four copies for each message, and no other
+thread has to be woken.
 
-Nothing is left behind: arenas and sockets have no names in a file system and disappear with the last process that holds
-them. When a learner dies, its sockets close, which ends the waits of the others.
+Arenas and sockets have no names in a file system and disappear with the last process that holds them, so nothing is
+left behind. When a learner dies, its sockets close, which ends the waits of the other learners.
 """
 
 import ctypes
@@ -32,13 +33,13 @@ from starling.engines.processes.handshake import Peers
 from starling.errors import ConfigError
 
 NUM_SLOTS = 16
-"""Number of messages that a learner may have under way at once; the backend sends further ones."""
+"""Number of messages that a learner may have under way at once. Further messages are sent through the backend."""
 BACKEND = -1
-"""The slot number of a message that the backend sends, because no slot was free."""
+"""Slot number of a message that is sent through the backend because no slot was free."""
 LANES = 2
-"""Number of means that may be under way at once: one of the foreground and one of the background."""
+"""Number of means that may be under way at once: one in the foreground and one in the background."""
 MESSAGE = 0
-"""Kind of notes about messages; notes about means of lane n have kind n + 1."""
+"""Kind of notes about messages. Notes about means of lane n have kind n + 1."""
 LOOK_AROUND_SECONDS = 0.5
 _NOTE = struct.Struct("<iiqq")
 _HELLO = struct.Struct("<iq")
@@ -48,7 +49,7 @@ _OPENED, _FINISHED, _NUM_WORDS = range(3)
 
 
 class Note(NamedTuple):
-    """Announces a tensor in the sender's arena, or that its part of a mean is ready."""
+    """A note that announces a tensor in the sender's arena, or that the sender's part of a mean is ready."""
 
     kind: int
     slot: int
@@ -69,8 +70,8 @@ class _Line:
 
 
 class _Arena:
-    """A learner's shared memory: its words, flags of which learners still refer to which slot, the slots, and two
-    places for each lane of means."""
+    """A learner's shared memory. It contains the learner's words about rounds, flags that say which learners still
+    refer to which slot, the slots, and two places for each lane of means."""
 
     def __init__(self, file: int, world: int, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -87,19 +88,20 @@ class _Arena:
         self.is_reading = flat.reshape(NUM_SLOTS, world)
 
     def slot(self, number: int, num_bytes: int, reader: int) -> Tensor:
-        """The bytes of a slot `[num_bytes]`, which learner `reader` reads until they are no longer referenced."""
+        """Return the bytes of a slot `[num_bytes]`. Learner `reader` counts as reading the slot until the returned
+        tensor is no longer referenced."""
         owner = (ctypes.c_char * num_bytes).from_buffer(self._memory, self._first + number * self._slot_bytes)
-        # without a lock: garbage collection may call this in any thread
+        # without a lock, because garbage collection may call this in any thread
         weakref.finalize(owner, self.is_reading.__setitem__, (number, reader), 0).atexit = False
         return torch.frombuffer(owner, dtype=torch.uint8)
 
     def slot_of(self, tensor: Tensor) -> int | None:
-        """The slot that begins where a tensor begins; None if there is none."""
+        """The number of the slot that begins where a tensor begins; None if there is no such slot."""
         number, offset = divmod(tensor.data_ptr() - self._slots_at, self._slot_bytes)
         return number if offset == 0 and 0 <= number < NUM_SLOTS else None
 
     def place(self, lane: int, number: int) -> Tensor:
-        """The bytes of one of the two places of a lane of means."""
+        """Return the bytes of one of the two places of a lane of means."""
         start = self._first + (NUM_SLOTS + 2 * lane + number) * self._slot_bytes
         return torch.frombuffer(self._memory, dtype=torch.uint8, offset=start, count=self._slot_bytes)
 
@@ -108,8 +110,8 @@ class MemoryLinks:
     """A learner's links to its `peers`: all other learners on this machine that run as the same user.
 
     `num_bytes` is the maximum size of a message or a mean; with 0 no learners are linked. All learners create their
-    links together, through the store, where `word` tells several links of one learner apart. Raises `DistStoreError` or
-    `ConnectionFailed` if a learner does not.
+    links together, through the store, in which `word` distinguishes several links of one learner. The constructor
+    raises `DistStoreError` or `ConnectionFailed` if a learner does not create its links.
     """
 
     def __init__(self, peers: Peers, num_bytes: int, word: str = "links") -> None:
@@ -119,7 +121,7 @@ class MemoryLinks:
         self._lock = threading.Lock()
         self._own_files: tuple[int, ...] = ()
         self.machines: list[str | None] = [None] * world
-        """The machine of each learner; None if it cannot be linked."""
+        """Identifier of each learner's machine; None for a learner that cannot be linked."""
         self.peers: frozenset[int] = frozenset()
         if world == 1 or num_bytes == 0:
             return
@@ -144,12 +146,13 @@ class MemoryLinks:
         self.peers = frozenset(self._lines)
 
     def join(self, group: Sequence[int]) -> bool:
-        """Whether all members of a group are linked with each other. The result is the same on all learners."""
+        """Return whether all members of a group are linked with each other. All learners get the same result."""
         machines = {self.machines[each] for each in group}
         return len(machines) == 1 and None not in machines
 
     def snapshot_memory(self, like: Tensor) -> Tensor | None:
-        """Memory of the shape and dtype of `like` that can be sent without a copy; None if no slot is free."""
+        """Return memory with the shape and dtype of `like` that can be sent without a copy, or None if no slot is
+        free."""
         if not 0 < like.nbytes <= self._arena.num_bytes:
             return None
         with self._lock:
@@ -161,7 +164,8 @@ class MemoryLinks:
         return self._arena.slot(slot, like.nbytes, self.rank).view(like.dtype).view(like.shape)
 
     def send(self, peer: int, tensor: Tensor, tag: int) -> bool:
-        """Send a tensor in host memory. Returns False if no slot is free: then the backend must send it."""
+        """Send a tensor in host memory. Returns False if no slot is free; the caller must then send the tensor through
+        the backend."""
         slot = self._arena.slot_of(tensor) if tensor.is_contiguous() else None
         if slot is None and (lent := self.snapshot_memory(tensor)) is not None:
             slot = self._arena.slot_of(lent.copy_(tensor.detach()))
@@ -171,13 +175,14 @@ class MemoryLinks:
         return slot is not None
 
     def receive(self, peer: int, tag: int, timeout_seconds: float | None) -> Tensor | None:
-        """The message of `peer` under `tag`, as bytes that must not be changed; None if the backend sends it. Raises
-        `ConnectionFailed` if the peer is lost or does not send in time."""
+        """Receive the message of `peer` under `tag`, as bytes that must not be changed. Returns None if the message is
+        sent through the backend. Raises `ConnectionFailed` if the peer is lost or does not send in time."""
         note = self.hear(peer, MESSAGE, tag, timeout_seconds)
         return None if note.slot == BACKEND else self._lines[peer].arena.slot(note.slot, note.num_bytes, self.rank)
 
     def place(self, rank: int, lane: int, number: int) -> Tensor:
-        """The bytes of place `number` (0 or 1) of a lane in learner `rank`'s arena; means alternate between the two."""
+        """Return the bytes of place `number` (0 or 1) of a lane in the arena of learner `rank`. Means alternate between
+        the two places."""
         return (self._arena if rank == self.rank else self._lines[rank].arena).place(lane, number)
 
     def tell(self, peer: int, note: Note) -> None:
@@ -188,15 +193,15 @@ class MemoryLinks:
             raise ConnectionFailed(f"the link to learner {peer} is closed ({error.strerror})") from error
 
     def hear(self, peer: int, kind: int, tag: int, timeout_seconds: float | None) -> Note:
-        """Wait for a note from `peer`; without a time-out (None), wait as long as the peer lives. Raises
-        `ConnectionFailed`."""
+        """Wait for a note from `peer`. Without a time-out (None), wait as long as the peer lives. Raises
+        `ConnectionFailed` if the peer is lost or sends no note in time."""
         line = self._lines[peer]
         end = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while True:
             with line.ready:
                 for note in line.notes:
                     if (note.kind, note.tag) == (kind, tag):
-                        line.notes.remove(note)  # the first that is the same
+                        line.notes.remove(note)  # removes the first equal note
                         return note
                 if line.is_being_read:
                     line.ready.wait(LOOK_AROUND_SECONDS)
@@ -214,19 +219,20 @@ class MemoryLinks:
                     line.ready.notify_all()
 
     def words(self) -> list["np.ndarray[Any, np.dtype[np.int64]]"]:
-        """This learner's words about rounds, followed by those of the others."""
+        """Return this learner's words about rounds, followed by those of the other learners."""
         return [self._arena.words, *(line.arena.words for line in self._lines.values())]
 
     def ring(self) -> None:
-        """Wake all backgrounds, including this learner's, so that they check the words about rounds. No effect after
-        `close`."""
+        """Wake all backgrounds, including this learner's, so that they check the words about rounds. The call has no
+        effect after `close`."""
         with self._lock:
             if self._own_files:
                 for bell in (self._bell, *(line.bell for line in self._lines.values())):
                     os.eventfd_write(bell, 1)
 
     def await_ring(self) -> None:
-        """Wait until `ring` has been called since the last call. Raises `ConnectionFailed` after `release`."""
+        """Wait until some learner has called `ring` since the last return from this method. Raises `ConnectionFailed`
+        after `release`."""
         self._await(self._bell)
         with suppress(BlockingIOError):
             os.eventfd_read(self._bell)
@@ -286,7 +292,7 @@ class MemoryLinks:
     def _greet(self, connection: socket.socket, world: int) -> None:
         said, files, _, _ = socket.recv_fds(connection, _HELLO.size, 2, socket.MSG_CMSG_CLOEXEC)
         if len(said) != _HELLO.size or len(files) != 2:
-            check_files(self.rank)  # what could not be opened was left out
+            check_files(self.rank)  # descriptors that this process could not open were dropped
             raise ConnectionFailed("another learner of this machine disconnected before it was linked")
         peer, num_bytes = _HELLO.unpack(said)
         try:
@@ -306,7 +312,7 @@ class MemoryLinks:
         return Note(*_NOTE.unpack(said))
 
     def _await(self, file: socket.socket | int, end: float | None = None) -> bool:
-        """Wait until there is something to read; False after the time-out. Raises `ConnectionFailed` after
+        """Wait until there is data to read. Returns False after the time-out. Raises `ConnectionFailed` after
         `release`."""
         poll = select.poll()
         poll.register(file, select.POLLIN)
@@ -318,8 +324,8 @@ class MemoryLinks:
 
 
 class LinkBoard:
-    """Replaces `StoreBoard` for learners that are all linked: words in their arenas, and an event per learner to wake
-    it."""
+    """Replaces `StoreBoard` for learners that are all linked. It uses words in the learners' arenas, and wakes each
+    learner through an event."""
 
     def __init__(self, links: MemoryLinks) -> None:
         self._links = links
@@ -332,7 +338,7 @@ class LinkBoard:
 
     def await_open(self, number: int) -> bool:
         while True:
-            is_over = all(words[_FINISHED] for words in self._words)  # first: who has finished has opened its rounds
+            is_over = all(words[_FINISHED] for words in self._words)  # read first: the finished have opened all rounds
             if any(words[_OPENED] > number for words in self._words):
                 return True
             if is_over:
@@ -345,10 +351,10 @@ class LinkBoard:
 
 
 def share_memory(peers: Peers, num_bytes: int, fill: Callable[[Tensor], object]) -> Tensor:
-    """A uint8 tensor `[num_bytes]`, in the same memory in all learners.
+    """Return a uint8 tensor `[num_bytes]` that is in the same memory in all learners.
 
-    Learner 0 creates the memory, initially 0, and calls `fill` with it, before the others see it. It exists as long as
-    any learner holds it. The learners' models may be on a GPU.
+    Learner 0 creates the memory, which is initially 0, and calls `fill` with the tensor before the other learners see
+    it. The memory exists as long as any learner holds it. The learners' models may be on a GPU.
 
     Raises:
         ConfigError: The learners are not on one machine.
@@ -379,12 +385,13 @@ def share_memory(peers: Peers, num_bytes: int, fill: Callable[[Tensor], object])
 
 
 def _machine() -> str | None:
-    """An identifier that is equal for processes that can be linked; None if the system does not support links."""
+    """Return an identifier that is equal for processes that can be linked, or None if the system does not support
+    links."""
     if not hasattr(os, "memfd_create") or not hasattr(os, "eventfd"):
         return None
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        network = Path("/proc/self/ns/net").stat().st_ino  # abstract Unix sockets belong to it
+        network = Path("/proc/self/ns/net").stat().st_ino  # the namespace to which abstract Unix sockets belong
     except OSError:
         return None
     return f"{boot} {network} {os.getuid()}"

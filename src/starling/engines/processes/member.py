@@ -1,11 +1,13 @@
-"""A learner process across memberships: each membership creates a new `ProcessLearner` that continues with the state.
+"""A learner process across memberships. For each membership it creates a new `ProcessLearner`, which continues with the
+state of the previous one.
 
-When a membership ends, the first member of the next one reads from the store which tickets are done. The tickets that
-a lost learner had not done are re-issued. That member writes the plan for all: the position of the run, and which
-learners copy whose state.
+When a membership ends, the first member of the next membership reads from the store which tickets are done. The tickets
+that a lost learner had not done are re-issued. The first member then writes the plan for all members: the position of
+the run, and which learners copy the state of which other learner.
 
-If all learners have the same model, those interrupted one step before the newest copy its state. Under other strategies
-learners keep their own state, and a joiner copies that of the first learner with one.
+If all learners have the same model, learners that were interrupted one step before the most advanced learner copy its
+state. Under other strategies learners keep their own state, and a joiner copies the state of the first learner that has
+one.
 """
 
 import gc
@@ -53,7 +55,7 @@ from starling.training.tensor_plan import tensor_plan
 from starling.workload import Position, Ticket
 
 PLAN = "plan"
-"""Key of a membership's plan in its store."""
+"""Key of a membership's plan in the membership's store."""
 
 
 def run_learner(
@@ -72,11 +74,12 @@ def run_learner(
 ) -> LearnerState | None:
     """Run the learner at `place` from handshake to closing barrier.
 
-    Returns its final state, or None if a membership did not include it. `digest` identifies the whole configuration and
-    must be the same on all learners. With `membership`, the survivors continue when a learner is lost, and `changes`
-    observes membership changes. `save_requests` requests checkpoint barriers in addition to the job's; either all
-    learners have it, or none. This learner's waits are recorded in `waits`. It keeps to the order of `script`, what a
-    record has of one membership; then the run ends if a learner is lost.
+    Returns the learner's final state, or None if a membership did not include it. `digest` identifies the whole
+    configuration and must be the same on all learners. With `membership`, the survivors continue when a learner is
+    lost, and `changes` observes membership changes. `save_requests` requests checkpoint barriers in addition to the
+    job's; either all learners pass it, or none. This learner's waits are recorded in `waits`. With `script`, the part
+    of a record that covers one membership, the learner follows the recorded order, and the run ends if a learner is
+    lost.
 
     Raises:
         ProtocolError: Learners differ.
@@ -91,8 +94,8 @@ def run_learner(
 
 
 def warm_up(job: Job, flat: FlatModel | None) -> None:
-    """Compute one gradient and optimizer step, so that slow first calls do not delay the others. Without a model of its
-    own a learner computes no gradient."""
+    """Compute one gradient and optimizer step, so that slow first calls do not delay other learners. If the learner has
+    no model of its own (`flat` is None), no gradient is computed."""
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     job.make_optimizer([parameter]).step()
@@ -107,7 +110,7 @@ def warm_up(job: Job, flat: FlatModel | None) -> None:
 class _Member:
     job: Job
     root: Peers
-    """The learners of the run; `enter` selects those of a membership."""
+    """Learners of the run. `enter` selects the learners of a membership."""
     device: torch.device
     digest: str
     observer: Observer
@@ -121,17 +124,17 @@ class _Member:
 
     def __post_init__(self) -> None:
         self.feed = self.root.feed
-        self._model: nn.Module | None = self.job.workload.make_model()  # of the next membership
+        self._model: nn.Module | None = self.job.workload.make_model()  # the model for the next membership
         if self.job.island.tensor > 1:
-            tensor_plan(self._model)  # raises before the others wait for this learner
+            tensor_plan(self._model)  # an error is raised before the others wait for this learner
         whole = trainable(self._model)
         num_parameters, dtype = sum(each.numel() for each in whole), str(whole[0].dtype)
         self._handshake = Handshake(self.root.world, self.job.strategy.name, num_parameters, dtype, self.digest)
         self.flat = FlatModel(self._model, self.device) if self.job.island.size == 1 else None
-        """Model of this learner's own, for all memberships; None with islands, each of which cuts a new one."""
+        """The learner's own model, used in all memberships; None with islands, each of which cuts a new model."""
 
     def run(self) -> LearnerState | None:
-        """Run through memberships until the run ends."""
+        """Take part in one membership after another until the run ends."""
         try:
             if self.feed.is_new:
                 self.root.check_alike(self._handshake)
@@ -183,7 +186,7 @@ class _Member:
                 return state
 
     def _plan(self, peers: Peers) -> MembershipStart:
-        """The plan of a membership, which is passed on to the observer of changes."""
+        """Return the plan of a membership, after passing it to the observer of changes."""
         membership, state = peers.membership, self.life.state
 
         def begin(plan: MembershipStart) -> None:
@@ -202,8 +205,8 @@ class _Member:
         return plan
 
     def _speeds(self, peers: Peers) -> list[float] | None:
-        """Seconds that each learner needs for a mini-batch, if batch shares depend on it. All learners measure at once,
-        since those that share a machine also compute at once."""
+        """Measure the seconds that each learner needs for a mini-batch, if batch shares depend on this time. All
+        learners measure simultaneously, because learners that share a machine also compute simultaneously."""
         job, flat = self.job, self.flat
         if job.batch_shares != "auto" or flat is None:
             return None
@@ -226,7 +229,7 @@ class _Member:
         life.state = plan.with_source(rank, state, shared)
 
     def _make_model(self, peers: Peers) -> Model:
-        """The model of a membership: this learner's own, or its part of its island's."""
+        """Return the model for a membership, which is this learner's own model or its part of its island's model."""
         if self.flat is not None:
             return self.flat
         island = IslandGroup(peers, self.job.island.size, self.life.statistics)
@@ -238,8 +241,8 @@ class _Member:
         return ShardedModel(model, island)
 
     def _check_weights(self, peers: Peers, learner: ProcessLearner) -> None:
-        """Raise ProtocolError if learners that must begin with the same weights have different ones; all learners reach
-        the same result."""
+        """Raise `ProtocolError` if learners that must begin with the same weights have different weights. All learners
+        come to the same result."""
         job, size = self.job, self.job.island.size
         if not must_begin_equal(job, self.life.state):
             return
@@ -257,8 +260,8 @@ class _Member:
 def agree_on_plan(
     root: Store, peers: Peers, past: Past, job: Job, on_plan: Callable[[MembershipStart], None]
 ) -> MembershipStart:
-    """The plan of a later membership. The first learner makes it, and calls `on_plan` before the plan is visible to the
-    others."""
+    """Return the plan of a membership after the first. The first learner makes the plan, and calls `on_plan` before the
+    plan is visible to the others."""
 
     def make(pasts: list[bytes]) -> str:
         members = [Past(**json.loads(text)) for text in pasts]

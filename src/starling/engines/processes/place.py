@@ -7,12 +7,13 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 NODE_CPUS = "STARLING_NODE_CPUS"
-"""Environment variable: on a Ray cluster, the number of CPUs that the node offers, which may be fewer than it has."""
+"""Environment variable: on a Ray cluster, the number of CPUs that the node offers, which may be less than the number
+that it has."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A learner's ranks and its store."""
+    """The ranks and the store of a learner."""
 
     rank: int
     world: int
@@ -24,7 +25,7 @@ class Place:
     """Whether the learner sees one CUDA device, which no other learner uses and which a cluster's scheduler has
     assigned to it."""
     sums_in_order: bool = False
-    """Whether means are always summed in the order of ranks, although the backend's own take less time."""
+    """Whether means always add vectors in rank order, although the backend's own means take less time."""
     first: int = 0
     step: int = 1
     """Learner r of this place is process `first + r * step` of the membership."""
@@ -32,11 +33,12 @@ class Place:
     """Number of places that divide the processes of the membership: one for each rank of an island."""
 
     def process(self, rank: int) -> int:
-        """The number of a learner in the membership's process group."""
+        """Return the number of a learner in the membership's process group."""
         return self.first + rank * self.step
 
     def row(self, size: int) -> "Place":
-        """The place of this learner among those that hold the same shard, one in each island of `size`."""
+        """Return the place of this learner among the learners that hold the same model shard. There is one such learner
+        in each island of `size` ranks."""
         if size == 1:
             return self
         island, member = divmod(self.rank, size)
@@ -53,13 +55,15 @@ class Place:
 
 
 def choose_device(name: str, place: Place) -> torch.device:
-    """The device of a learner. `auto` is CUDA if available; learners are assigned to its devices in turn."""
+    """Return the device of a learner. `auto` selects CUDA if it is available, and then assigns the CUDA devices to
+    learners in turn."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     return torch.device("cuda", place.local_rank % torch.cuda.device_count())
 
 
 def cores_here() -> int:
-    """The number of cores that this process may use: on a Ray cluster, at most the node's CPUs."""
+    """Return the number of cores that this process may use. On a Ray cluster, it is at most the number of CPUs that the
+    node offers."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, int(os.environ.get(NODE_CPUS, cores)))

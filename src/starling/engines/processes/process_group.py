@@ -1,11 +1,11 @@
 """The process group of a membership, whose connections can be cut.
 
-torch cannot end waits in a gloo group for peers that are alive but will not take part. Shutting down the connection
-does: all waits on it fail immediately, in both processes.
+torch offers no way to end waits in a gloo group for peers that are alive but will not take part. Shutting down the
+connection ends them: all waits on it fail immediately, in both processes.
 
-A learner that waits in NCCL waits for a kernel on its device. Closing connections does not end that kernel; aborting
-the communicator does. An aborted collective appears complete although its result is invalid, so a learner must check
-whether its membership has ended before it uses a result.
+A learner that waits in NCCL waits for a kernel on its device. Closing connections does not end that kernel, but
+aborting the communicator does. An aborted collective appears complete although its result is invalid, so a learner must
+check whether its membership has ended before it uses a result.
 """
 
 import os
@@ -35,18 +35,19 @@ SETTINGS = {
     # When a peer is lost, the watchdog must neither end the process nor abort: the learner aborts when the membership
     # changes, because only then does it know that results are invalid.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    # The watchdog's monitor must not end the process either, also not after an error reported by a peer.
+    # The watchdog's monitor must not end the process either, not even after a peer has reported an error.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    # After an error the watchdog sleeps four times as long as this, and destroying its group waits for it.
+    # After an error the watchdog sleeps four times as long as this, and destroying its group waits for the watchdog.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",
 }
 """Environment variables that torch reads when it creates a group on NCCL (torch 2.10 to 2.13)."""
 
 
 class Connections:
-    """The TCP connections that this process opens between construction and the last call of `note` or, without one, of
-    `cut`; no listening sockets. Its children hold none of them."""
+    """The TCP connections that this process opens between the construction of this object and the last call of `note`
+    or, if `note` is not called, of `cut`. Listening sockets are not included. Children of the process hold none of
+    these connections."""
 
     def __init__(self) -> None:
         self._before = sockets()
@@ -62,8 +63,8 @@ class Connections:
         keep_from_children(self._made)
 
     def cut(self) -> None:
-        """Shut down those of these connections that still exist, and abort NCCL in all groups. May be called by any
-        thread, repeatedly."""
+        """Shut down the connections that still exist, and abort NCCL in all groups. Any thread may call this method,
+        and may call it repeatedly."""
         if not self._is_complete:
             self.note(is_complete=False)
         for number, own in self._made.items():
@@ -83,18 +84,18 @@ def _shut_down(descriptor: int) -> None:
 
 @contextmanager
 def process_group(peers: Peers, device: torch.device) -> Generator[Connections, None, None]:
-    """Within this context `torch.distributed` has a default process group; yields its connections, which the caller
-    `note`s once it has made all groups.
+    """Within this context, `torch.distributed` has a default process group. The context yields the connections of the
+    group; the caller must call `note` on them once it has created all groups.
 
-    The end of the membership cuts them, as does an error within the context, so that no thread keeps waiting for the
-    other learners. If learners are watched, that requires that NCCL's watchdog ends no process that lost a peer.
+    The connections are cut when the membership ends or an error occurs within the context, so that no thread keeps
+    waiting for the other learners. If learners are watched, NCCL's watchdog must not end a process that lost a peer.
     """
     place = peers.place
     by_nccl = place.has_own_device(device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if by_nccl and peers.feed.is_watched:
-        for name, value in SETTINGS.items():  # the user's own settings win
+        for name, value in SETTINGS.items():  # the user's own settings take precedence
             os.environ.setdefault(name, value)
     connections = Connections()
     store = clone_store(place.store)  # its connection can be cut while it waits
@@ -129,32 +130,34 @@ def process_group(peers: Peers, device: torch.device) -> Generator[Connections, 
 
 
 def connect(group: ProcessGroup, device: torch.device) -> None:
-    """Create the communicator of `group` now instead of in its first collective.
+    """Create the communicator of `group` now instead of in the group's first collective.
 
-    All members call this before `Connections.note`, which records the connections of the membership.
+    All members must call this function before `Connections.note`, which records the connections of the membership.
     """
     dist.broadcast(torch.zeros(1, device=device), group=group, group_src=0)
     synchronize(device)
 
 
 def abort(done: Collection[str] = ()) -> set[str]:
-    """Abort NCCL in this process's groups, except for those named in `done`; returns the names of the aborted groups.
+    """Abort NCCL in this process's groups, except the groups named in `done`, and return the names of the aborted
+    groups.
 
-    May be called by any thread. Groups of other backends are not aborted: torch's `abort` does not end their waits.
+    Any thread may call this function. Groups on other backends are not aborted, because torch's `abort` does not end
+    their waits.
     """
     found = {
         name: backend
         for group in list(_world.pg_names)
         if (name := str(group.group_name)) not in done and (backend := _on_nccl(group)) is not None
     }
-    # in parallel: an abort frees memory, which waits for the kernels of all communicators
+    # in parallel, because an abort frees memory, which waits for the kernels of all communicators
     with ThreadPoolExecutor(max(1, len(found)), "starling-abort") as pool:
         list(pool.map(_abort, found, found.values()))
     return set(found)
 
 
 def _on_nccl(group: ProcessGroup) -> Backend | None:
-    """The backend of a group on CUDA if it is NCCL, else None."""
+    """Return the backend of a group on CUDA if that backend is NCCL, else None."""
     with suppress(RuntimeError):  # the group has no backend on CUDA
         backend = group._get_backend(torch.device("cuda"))
         return backend if backend.name() == "nccl" else None

@@ -1,9 +1,9 @@
-"""The secret token of a run, known to its learners only. They prove that they know it, and never send it.
+"""The secret token of a run, which only its processes know. They prove that they know the token, and never send it.
 
-There is one protocol: each side sends a fresh random number, its challenge, and the other answers with a code over it
-(HMAC-SHA-256). So an answer that was recorded earlier proves nothing. Nodes and the launcher use a connection for this
-(`launch.link`), joined loops and their coordinator as well (`launch.coordinator`), and learners the store
-(`handshake`).
+There is one protocol. Each side sends a fresh random number, its challenge, and the other side answers with a code
+(HMAC-SHA-256) over that challenge. An answer that was recorded earlier therefore proves nothing. Nodes and the launcher
+follow the protocol over a connection (`launch.link`), as do joined loops and their coordinator (`launch.coordinator`);
+learners follow it through the store (`handshake`).
 
 `starling train` creates a new token for each run. Other launchers may set `STARLING_RUN_TOKEN` for all learners.
 """
@@ -21,12 +21,12 @@ _LENGTH = 64
 
 
 def new_token() -> str:
-    """A token for one run: 256 random bits."""
+    """Return a token for one run, which consists of 256 random bits."""
     return secrets.token_hex(32)
 
 
 def own_token() -> str:
-    """The token of this process; empty if it has none, so that any process can forge its proofs."""
+    """Return the token of this process. The token is empty if there is none; any process can then forge proofs."""
     return os.environ.get(VARIABLE, "")
 
 
@@ -36,13 +36,13 @@ def new_challenge() -> str:
 
 
 def proof(token: str, *said: str) -> str:
-    """A proof that the process that computed it knows the token and sends the texts `said`. One of these must be the
-    other side's challenge, or contain it."""
+    """Return a proof that this process knows the token and sends the texts `said`. One of the texts must be, or
+    contain, the other side's challenge."""
     return hmac.new(os.fsencode(token), json.dumps(said).encode(), "sha256").hexdigest()
 
 
 def is_proof(given: str, token: str, *said: str) -> bool:
-    """Whether `given`, which may be any text, is the `proof` over `said`."""
+    """Return whether `given`, which may be any text, is the `proof` over `said`."""
     return hmac.compare_digest(given.encode(errors="replace"), proof(token, *said).encode())
 
 
@@ -52,9 +52,10 @@ def sign(rank: int, challenge: str, text: str) -> str:
 
 
 def verified(rank: int, other: int, challenge: str, message: bytes) -> str:
-    """The text that learner `other` signed, verified by learner `rank`.
+    """Return the text that learner `other` signed, after learner `rank` has verified it.
 
-    Raises `ProtocolError`, without showing a token, if a learner of another run signed it, or for other challenges.
+    Raises `ProtocolError`, without showing a token, if the text was signed by a learner of a different run, or for
+    different challenges.
     """
     said = message.decode(errors="replace")
     given, text = said[:_LENGTH], said[_LENGTH:]

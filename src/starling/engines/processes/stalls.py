@@ -1,6 +1,6 @@
-"""Records what a learner process waits for, for which learners and since when, to explain stalls.
+"""Records the waits of a learner process, to explain stalls: the operation, the other learners, and the start time.
 
-The waiting thread records its wait, which takes microseconds; any thread may read the record.
+The waiting thread records its wait, which takes microseconds. Any thread may read the record.
 """
 
 import threading
@@ -25,8 +25,8 @@ _WINDOW = 9
 
 
 class Wait:
-    """One wait of one thread, and the context in which it waits. A generator would take twice as long, at each step of
-    a learner."""
+    """One wait of one thread, and the context manager within which the thread waits. A context manager made from a
+    generator would take twice as long, at each step of a learner."""
 
     __slots__ = ("_outer", "_waits", "is_behind", "is_group", "number", "since", "what", "whom")
 
@@ -35,15 +35,16 @@ class Wait:
         self.what = what
         """Operation that waits, such as `a mean` or `receiving from learner 2`."""
         self.whom = tuple(whom)
-        """Ranks waited for: a peer, the learners whose keys are missing, or a whole group; empty if unknown."""
+        """Ranks for which the thread waits: a peer, the learners whose keys are missing, or a whole group. The tuple is
+        empty if they are unknown."""
         self.is_group = is_group
-        """Whether `whom` is a whole group, in which no member knows which of the others is late."""
+        """Whether `whom` is a whole group. No member of such a group knows which of the others is late."""
 
     def __enter__(self) -> Self:
         waits, thread = self._waits, threading.get_ident()
         self.number, self.since = next(_numbers), waits.began(self.what)
         self.is_behind = threading.current_thread().name.startswith(BACKGROUND)
-        """Whether the background waits, while training continues."""
+        """Whether the waiting thread is the background, so that training continues."""
         self._outer = waits.open.get(thread)
         waits.open[thread] = self
         return self
@@ -62,7 +63,7 @@ class Stall:
 
     what: str
     whom: tuple[int, ...]
-    """Names of the other learners waited for."""
+    """Names of the other learners for which the learner waits."""
     is_group: bool
     is_behind: bool
     seconds: Seconds
@@ -70,10 +71,10 @@ class Stall:
     usual: Seconds
     """Usual time from the beginning of one such wait to the next; 0 if unknown."""
     number: int
-    """Identifies the wait among this learner's waits."""
+    """Number that identifies the wait among the waits of the learner."""
 
     def is_unusual(self, seconds: Seconds, times: float) -> bool:
-        """Whether the wait has lasted longer than `seconds` and longer than `times` the usual time."""
+        """Return whether the wait has lasted longer than `seconds` and longer than `times` the usual time."""
         return self.seconds > seconds and self.seconds > times * self.usual
 
 
@@ -102,11 +103,11 @@ class Waits:
                 self.open.pop(thread, None)
 
     def waiting(self, what: str, whom: Sequence[int] = (), is_group: bool = False) -> Wait:
-        """A context in which this thread waits."""
+        """Return a context within which this thread waits."""
         return Wait(self, what, whom, is_group)
 
     def began(self, what: str) -> float:
-        """Note that a wait begins now; returns the time on the clock of these waits."""
+        """Note that a wait begins now, and return the time on the clock of these waits."""
         now, kind = self._clock(), _kind(what)
         if kind in self._begun:
             self._cycles[kind].append(now - self._begun[kind])
@@ -120,7 +121,7 @@ class Waits:
             wait.since = min(now, wait.since + seconds)
 
     def longest(self, than: Seconds = 0.0) -> Stall | None:
-        """The wait that best explains a stall of this learner, if any has lasted at least `than`.
+        """Return the wait that best explains a stall of this learner, or None if no wait has lasted at least `than`.
 
         Waits of the foreground take precedence over those of the background, unless the foreground waits for its own
         background.

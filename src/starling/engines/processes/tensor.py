@@ -1,12 +1,13 @@
-"""An island on processes whose ranks compute one mini-batch together, by torch's tensor parallelism (DTensor).
+"""An island on processes whose ranks compute one mini-batch together, with torch's tensor parallelism (DTensor).
 
-The layers in the model's plan are cut, and each rank computes its part of them. Everything else is whole on all ranks,
-and all of them compute it. Each weight nevertheless belongs to one rank, whose vector `[P']` has its part of every cut
-layer and 1/n of every other parameter, as with `sharded`. The optimizer steps and the strategy averages this vector.
-Parameters that are not cut are gathered before each gradient. So no strategy, however asynchronous, can let them differ
-between the ranks of an island, and norms, checkpoints and joins work as with `sharded`.
+The layers in the model's plan are cut, and each rank computes its part of them. All other layers are whole on all
+ranks, and every rank computes them. Each weight nevertheless belongs to one of the n ranks: a rank's vector `[P']`
+contains its part of every cut layer and 1/n of every other parameter, as with `sharded`. The optimizer updates this
+vector, and the strategy averages it. Parameters that are not cut are gathered before each gradient. Therefore they
+cannot differ between the ranks of an island, however asynchronous the strategy is, and norms, checkpoints and joins
+work as with `sharded`.
 
-DTensor's communication passes through `IslandGroup`, by a process group in Python.
+DTensor's communication passes through `IslandGroup`, which a process group written in Python calls.
 """
 
 import math
@@ -38,7 +39,8 @@ from starling.training.tensor_plan import tensor_plan
 
 BACKEND = "starling-island"
 GATHERED_TOGETHER = 1 << 20
-"""Largest number of values of one rank that are gathered in one message, because they are in memory twice."""
+"""Largest number of values of one rank that are gathered in one message. The number is limited because these values are
+in memory twice."""
 
 
 class TensorModel(IslandModel):
@@ -79,8 +81,8 @@ class TensorModel(IslandModel):
                 self._computed[number]._local_tensor = view.narrow(dim, 0, self._spans[number][1])  # type: ignore[attr-defined]
 
     def begin(self, num_parts: int) -> int:
-        """Begin a gradient; see `Model.begin`. Gathers the parameters that are not cut from the ranks to which their
-        parts belong."""
+        """Begin a gradient; see `Model.begin`. This method also gathers the parameters that are not cut from the ranks
+        to which their parts belong."""
         parts = split(self.weights, self.parameters)
         with torch.no_grad():
             for numbers in self._gathered_together:
@@ -127,7 +129,7 @@ def _parallelize(model: nn.Module, island: IslandGroup) -> None:
 
 
 def _dim(parameter: Tensor) -> int | None:
-    """The dimension along which a parameter is cut; None if it is whole on all ranks."""
+    """Return the dimension along which a parameter is cut, or None if it is whole on all ranks."""
     placement: Placement | None = parameter.placements[0] if isinstance(parameter, DTensor) else None
     return placement.dim % parameter.dim() if isinstance(placement, Shard) else None
 
@@ -152,15 +154,15 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _finished(result: object) -> dist.Work:
-    """Work that is already finished, for DTensor to wait for."""
+    """Return work that is already finished, for which DTensor then waits."""
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(result)
     return cast(dist.Work, _create_work_from_future(future))
 
 
 class _Counted(dist.ProcessGroup):
-    """DTensor's collectives, by an `IslandGroup`: it counts bytes and waits, and distinguishes the backend's errors
-    from the model's."""
+    """A process group that performs DTensor's collectives with an `IslandGroup`, which counts bytes and waits and
+    distinguishes the backend's errors from the model's."""
 
     island: IslandGroup
 
@@ -195,8 +197,8 @@ class _Counted(dist.ProcessGroup):
 
 
 class CutDropout(ParallelStyle):
-    """Dropout of units that are cut along the last dimension: each rank draws for all units the numbers that a whole
-    model would draw, and applies its own part."""
+    """Dropout of units that are cut along the last dimension. Each rank draws the same random numbers for all units as
+    a whole model would draw, and applies its own part of them."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Dropout):

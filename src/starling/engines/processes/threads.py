@@ -1,5 +1,5 @@
 """Threads of a learner process that wait for other learners, and handles of the work for which they wait. The threads
-do not keep the process alive, and a failure of another thread ends their waits."""
+do not keep the process alive, and their waits end if another thread fails."""
 
 import atexit
 import os
@@ -23,8 +23,9 @@ Mean = Callable[[Tensor], Tensor]
 def end_with_threads(exit_code: int) -> None:
     """Let this process exit cleanly although some of its threads wait for lost learners.
 
-    Python does not join daemon threads at exit, but aborts the process if one of them wakes up meanwhile. So after all
-    exit handlers this function ends the process: with code 1 after an uncaught exception, otherwise with `exit_code`.
+    Python does not join daemon threads at exit, but aborts the process if one of them wakes up during exit. Therefore
+    this function ends the process after all exit handlers have run, with code 1 after an uncaught exception, otherwise
+    with `exit_code`.
     """
 
     process = os.getpid()
@@ -37,7 +38,7 @@ def end_with_threads(exit_code: int) -> None:
 
 
 def end_now(exit_code: int, handler: Callable[[], None]) -> None:
-    """End this process from its exit handler `handler`, once all others have run."""
+    """End this process from its exit handler `handler`, once all other exit handlers have run."""
     atexit.unregister(handler)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -49,8 +50,8 @@ def end_now(exit_code: int, handler: Callable[[], None]) -> None:
 class Worker:
     """Runs tasks one after another in a daemon thread.
 
-    Python joins the threads of a `ThreadPoolExecutor` at exit, so one that waits for a lost learner would keep a failed
-    process alive.
+    Python joins the threads of a `ThreadPoolExecutor` at exit, so such a thread would keep a failed process alive if it
+    waited for a lost learner.
     """
 
     def __init__(self, name: str) -> None:
@@ -58,7 +59,7 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def submit(self, task: Callable[[], T]) -> "Future[T]":
-        """Run `task` after all earlier ones."""
+        """Run `task` after all earlier tasks."""
         if self._thread.ident is None:
             self._thread.start()
         future: Future[T] = Future()
@@ -66,14 +67,14 @@ class Worker:
         return future
 
     def abandon(self) -> None:
-        """Drop the tasks that have not begun. The thread ends after the current one, which may never end."""
+        """Drop the tasks that have not begun. The thread ends after the current task, which may never end."""
         with suppress(Empty):
             while (given := self._tasks.get_nowait()) is not None:
                 given[1].cancel()
         self._tasks.put(None)
 
     def close(self, seconds: float | None = None) -> None:
-        """Finish the current task, waiting at most `seconds` for it, drop the rest, and end the thread."""
+        """Finish the current task, waiting at most `seconds` for it, drop the other tasks, and end the thread."""
         self.abandon()
         if self._thread.ident is not None:
             self._thread.join(seconds)
@@ -91,7 +92,7 @@ class Worker:
 
 
 class Workers(dict[str, Worker]):
-    """The threads of a learner by name, each created when it is first needed; they end together."""
+    """The threads of a learner, by name. Each thread is created when it is first needed; all end together."""
 
     def __missing__(self, name: str) -> Worker:
         worker = self[name] = Worker(name)
@@ -116,21 +117,22 @@ class Release:
 
     @property
     def error(self) -> BaseException | None:
-        """Why the learner has failed, if it has."""
+        """The error because of which the learner has failed; None if it has not failed."""
         return self._failed.exception() if self._failed.done() else None
 
     def fail(self, error: BaseException) -> None:
-        """End all waits with `error`, or with the error of an earlier call. May be called by any thread."""
+        """End all waits with `error`, or with the error of an earlier call. Any thread may call this method."""
         with suppress(InvalidStateError):
             self._failed.set_exception(error)
 
     def check(self) -> None:
-        """Raise the error given to `fail`, if any."""
+        """Raise the error that was passed to `fail`, if any."""
         if self._failed.done():
             self._failed.result()
 
     def wait(self, work: "Future[T]") -> T:
-        """Wait for the result of `work`. Raises the error given to `fail` before or during the wait."""
+        """Wait for the result of `work`, and return it. Raises the error that was passed to `fail` before or during the
+        wait."""
         wait((work, self._failed), return_when=FIRST_COMPLETED)
         if not work.done():
             self.check()
@@ -138,7 +140,7 @@ class Release:
 
 
 class _Started(threading.local):
-    """Counts what this thread has started or awaited, where its learner asks for that."""
+    """Counter of the work that this thread has started or awaited, if its learner uses one."""
 
     count: list[int] = [0]  # noqa: RUF012 - each thread that counts sets its own
 
@@ -147,10 +149,11 @@ STARTED = _Started()
 
 
 class ProcessHandle(Handle[T]):
-    """Work under way in this process. The first call of `result()` waits for it; later calls return the same result.
+    """Work under way in this process. The first call of `result()` waits for the work; later calls return the same
+    result.
 
-    `finish_in` waits by `wait_long`, if given, in another thread than the strategy's and without a time-out. The work
-    may need the gradient `of` a user's loop.
+    `finish_in` waits in a thread other than the strategy's and without a time-out; it calls `wait_long` if given. `of`
+    is the gradient of a user's loop that the work needs, if any.
     """
 
     def __init__(
@@ -168,8 +171,8 @@ class ProcessHandle(Handle[T]):
         return self._of
 
     def __await__(self) -> Generator[Handle[Any], None, T]:
-        """Wait here, because the thread that runs the strategy has nothing else to do; but let a user's loop compute
-        first."""
+        """Wait within this call, because the thread that runs the strategy has nothing else to do. If the work needs a
+        gradient of a user's loop, let the loop compute it first."""
         if self.of is not None and not self.of.is_supplied:
             yield self
         result = self.result()
@@ -181,8 +184,8 @@ class ProcessHandle(Handle[T]):
         return bool(self._results)
 
     def finish_in(self, worker: Worker, tell: "Callable[[ProcessHandle[T]], object]") -> None:
-        """Wait in a thread, without a time-out, which then calls `tell`; `result` waits for that. Further calls do
-        nothing."""
+        """Wait without a time-out in the thread of `worker`, which then calls `tell`. `result` waits for that thread.
+        Further calls of this method do nothing."""
         if not self._is_finishing:
             self._is_finishing = True
             finished = worker.submit(self._wait_long)
@@ -192,28 +195,31 @@ class ProcessHandle(Handle[T]):
     def result(self) -> T:
         if not self._results:
             self._results.append(self._wait())
-            self._wait = self._wait_long  # a worker's future would keep this handle, and what it holds, in a cycle
+            self._wait = self._wait_long  # a worker's future would keep this handle and its contents in a cycle
         return self._results[0]
 
 
 class GradientHandle(ProcessHandle[Tensor]):
-    """A gradient, computed when it is awaited; before that, `mean` may request the sync group's mean instead."""
+    """A gradient that is computed when it is awaited. Before that, `averaged` may request the sync group's mean
+    instead."""
 
     def __init__(self, rank: int, compute: Callable[[Mean | None], Tensor], is_supplied: bool = True) -> None:
-        """Make the handle of a gradient that is computed later. `compute` returns the gradient or, given a `Mean`, the
-        mean over the sync group: by that `Mean`, which may overwrite the gradient, or computed while backward runs."""
+        """Create the handle of a gradient that is computed later. `compute` returns the gradient or, if it is given a
+        `Mean`, the mean over the sync group. That mean is computed while backward runs, or by the `Mean`, which may
+        overwrite the gradient."""
         super().__init__(lambda: compute(None))
         self._rank, self._compute = rank, compute
         self.is_supplied = is_supplied
-        """False until a user's loop has computed the gradient: awaiting it, or a mean of it, waits for the loop."""
+        """Whether the gradient can be computed without waiting for a user's loop. If False, awaiting the gradient or a
+        mean of it waits until the loop has computed it."""
         self._is_given_away = False
 
     @property
     def of(self) -> "GradientHandle":
-        return self  # kept as an attribute, it would be a cycle, which holds a snapshot until the next collection
+        return self  # as an attribute, `self` would form a cycle, which holds a snapshot until the next collection
 
     def averaged(self, mean: Mean) -> Handle[Tensor]:
-        """The mean over the sync group in place of the gradient, which must no longer be awaited."""
+        """Return the handle of the mean over the sync group. The gradient itself must no longer be awaited."""
         self._is_given_away = True
         return ProcessHandle(lambda: self._compute(mean), of=self)
 

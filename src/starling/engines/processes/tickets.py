@@ -1,9 +1,11 @@
-"""What learner processes share through the store: tickets, i.e. the portions that a sync group draws and the records of
-each learner's done tickets, so that those of a lost learner are not repeated; and their averaging rounds.
+"""Tickets and averaging rounds, which learner processes share through the store.
+
+The store contains the portions of tickets that sync groups draw, and records of each learner's done tickets, so that
+the done tickets of a lost learner are not repeated.
 
 A sync group draws its next portion while a gradient is computed. A draw takes one or several round trips to the store.
-If the link to it is long, or full of weights, a round trip takes as long as many packets, and the learner would be idle
-for that time before every gradient.
+If the link to the store is long, or busy with weights, a round trip takes as long as sending many packets. Without
+drawing ahead, the learner would be idle for that time before every gradient.
 """
 
 import threading
@@ -29,8 +31,8 @@ from starling.workload import Position, Ticket
 
 CLAIMING = "claiming"
 KEPT_CLAIMS = 1024
-"""Number of a sync group's claims kept in the store. Its members differ only by the mini-batches they have loaded
-ahead."""
+"""Number of a sync group's claims that are kept in the store. The group's members are only as far apart as the number
+of mini-batches that they have loaded ahead."""
 POLL_SECONDS = 0.5
 CLOSE_SECONDS = 10.0
 _DONE, _REACHED, _KEPT = "done/{}/{}", "done/{}/reached", "done/{}/kept"
@@ -39,10 +41,10 @@ _CHUNK = 64
 
 
 class Draws:
-    """The portions of one member of a sync group, drawn by a thread with its own connection to the store.
+    """The portions of one member of a sync group. A thread with its own connection to the store draws them.
 
-    The group's first learner draws for all members and writes the numbers, which the others read. A group of one writes
-    nothing.
+    The group's first learner draws for all members and writes the numbers to the store, from which the other members
+    read them. In a group of one learner, nothing is written.
     """
 
     def __init__(self, peers: Peers, group: range) -> None:
@@ -52,12 +54,12 @@ class Draws:
         self._own: Peers | None = None
         self._is_closed = threading.Event()
         self._claims = count()
-        self._begun_at: deque[float] = deque()  # of the draws that were not taken
+        self._begun_at: deque[float] = deque()  # start times of the draws that were not taken
         # a queue, because waiting for a future takes as long as a draw
         self._drawn: SimpleQueue[int | Exception] = SimpleQueue()
         self._taken: int | Exception = 0
         self.drawn_at = 0.0
-        """Time at which the draw that was taken last had begun, on the clock `time.monotonic`."""
+        """Time on the clock `time.monotonic` at which the draw that was taken last had begun."""
 
     @property
     def num_under_way(self) -> int:
@@ -77,8 +79,8 @@ class Draws:
         self._worker.submit(partial(self._draw, self._own))
 
     def take(self) -> int:
-        """The next portion, in the order of the draws; waits for it if necessary. `DistStoreError` after the
-        time-out."""
+        """Return the next portion in the order of the draws, waiting for it if necessary. Raises `DistStoreError` after
+        the time-out."""
         peers = self._peers
         if self.num_under_way == 0:
             self.begin()
@@ -123,8 +125,8 @@ class Draws:
 class DoneNotes:
     """Records which tickets learner `rank` of a membership has done.
 
-    Each learner receives its tickets in the order of their numbers and does them in that order. So all tickets below
-    the lowest number that the `num_workers` learners have reached are done, and their records are removed.
+    Each learner receives its tickets in the order of their numbers and does them in that order. Therefore all tickets
+    below the lowest number that the `num_workers` learners have reached are done, and their records are removed.
     """
 
     def __init__(self, store: Store, rank: int, num_workers: int) -> None:
@@ -147,11 +149,11 @@ class DoneNotes:
 
     def _forget(self) -> None:
         keys = [_REACHED.format(rank) for rank in range(self._num_workers)]
-        if not self._store.check(keys):  # a learner has not yet filled a chunk
+        if not self._store.check(keys):  # some learner has not filled a chunk yet
             return
         below = min(int(number) for number in self._store.multi_get(keys))
         full = [chunk for chunk, last in self._chunks if last < below]
-        if full:  # before the deletion, so that a concurrent reader finds each chunk, or that its tickets are done
+        if full:  # before the deletion, so that a concurrent reader finds each chunk, or finds that it is done
             self._store.set(_KEPT.format(self._rank), f"{full[-1] + 1} {below}")
         for chunk in full:
             self._store.delete_key(_DONE.format(self._rank, chunk))
@@ -159,10 +161,10 @@ class DoneNotes:
 
 
 def noted(store: Store, world: int, start: Position) -> DoneTickets:
-    """The tickets that the learners of a membership, which began at `start`, have recorded as done.
+    """Return the tickets that the learners of a membership have recorded as done. The membership began at `start`.
 
-    All learners' records are read together: the next membership waits for this, and a round trip to the store may take
-    milliseconds.
+    The records of all learners are read together, because the next membership waits for them, and a round trip to the
+    store may take milliseconds.
     """
     done, ranks = DoneTickets(start), list(range(world))
     while ranks:
@@ -176,19 +178,19 @@ def noted(store: Store, world: int, start: Position) -> DoneTickets:
                     done.add(int(step))
             chunks = {rank: chunks[rank] + 1 for rank, steps in found.items() if len(steps.split()) >= _CHUNK}
         after = _kept(store, ranks)
-        ranks = [rank for rank in ranks if after[rank] != kept[rank]]  # presumed lost, it may still remove records
+        ranks = [rank for rank in ranks if after[rank] != kept[rank]]  # a learner presumed lost may still remove some
     return done
 
 
 def _kept(store: Store, ranks: Sequence[int]) -> dict[int, tuple[int, int]]:
-    """The first chunk that each learner has kept, and the first ticket that its chunks record."""
+    """Return, for each learner, the first chunk that it has kept, and the first ticket that its chunks record."""
     found = _read(store, {rank: _KEPT.format(rank) for rank in ranks})
     pairs = {rank: found.get(rank, b"0 0").split() for rank in ranks}
     return {rank: (int(chunk), int(below)) for rank, (chunk, below) in pairs.items()}
 
 
 def _read(store: Store, keys: Mapping[int, str]) -> dict[int, bytes]:
-    """The values of the existing keys; the fewer keys are missing, the fewer round trips are needed."""
+    """Return the values of the keys that exist. The fewer keys are missing, the fewer round trips are needed."""
     if store.check(list(keys.values())):
         return dict(zip(keys, store.multi_get(list(keys.values())), strict=True))
     if len(keys) == 1:
@@ -201,7 +203,7 @@ def _read(store: Store, keys: Mapping[int, str]) -> dict[int, bytes]:
 ENDED = 1 << 30
 """Number added to a round's key if the round will never open."""
 _CUT, _ENTERED = "cut", "entered"
-"""Values that the store has for a round that a learner wants to enter: whether it is the cut of a checkpoint
+"""Values in the store for a round that a learner wants to enter. They say whether the round is the cut of a checkpoint
 barrier."""
 SAVING = "saving a checkpoint"
 DRIFT = 1024
@@ -210,11 +212,11 @@ wait for each other in every round, so with any connected topology learners stay
 
 
 class StoreBoard:
-    """Which rounds have opened, and which is the last, in the store: each round is a key, for which all backgrounds
-    wait without polling.
+    """Record in the store of the rounds that have opened, and of the last round. Each round is a key, for which all
+    backgrounds wait without polling.
 
-    A background that opens a round learns from the store's answer that it is open, and need not ask: a round trip to
-    the store can take long if weights fill the link.
+    A background that opens a round learns from the store's answer that the round is open, and need not ask again. This
+    matters because a round trip to the store can take long if the link is busy with weights.
     """
 
     def __init__(self, store: Store, rank: int, world: int) -> None:
@@ -229,7 +231,8 @@ class StoreBoard:
         return self._enter(number, int(self._own.add(_key(number), 1)))
 
     def await_open(self, number: int) -> bool:
-        """Wait until a round opens. False if it never will. Called by the background."""
+        """Wait until a round opens, and return whether it opens; False means that it never will. The background calls
+        this method."""
         return self._enter(number, int(self._own.get(_key(number))))
 
     def _enter(self, number: int, value: int) -> bool:
@@ -247,11 +250,11 @@ class StoreBoard:
 
 
 class StoreCuts(CutAgreement):
-    """The cuts of a membership's checkpoint barriers, in the store.
+    """The cuts of a membership's checkpoint barriers, agreed on through the store.
 
-    Learners that have passed a barrier mark each round that they enter. The last to pass places the cut at the first
-    round that is not marked and that no learner entered before it passed. The store decides which of the two comes
-    first.
+    Learners that have passed a barrier mark each round that they enter. The last learner to pass the barrier places the
+    cut at the first round that is not marked and that no learner entered before it passed the barrier. If one learner
+    marks a round while another places the cut there, the store decides which of the two comes first.
     """
 
     def __init__(self, peers: Peers) -> None:
@@ -271,7 +274,7 @@ class StoreCuts(CutAgreement):
             store.set(key("place"), str(number))
 
     def is_cut(self, barrier: int, number: int) -> bool:
-        if self._behind is None:  # entering a round names the lost
+        if self._behind is None:  # the caller, which enters a round, names lost learners
             self._behind = clone_store(self._store)
         return bool(self._behind.compare_set(f"cuts/{barrier}/{number}", "", _ENTERED) == _CUT.encode())
 
@@ -291,19 +294,20 @@ class StoreCuts(CutAgreement):
                 store.delete_key(key(name))
 
     def _entered(self, barrier: int) -> list[int]:
-        """The number of rounds that each learner had entered when it passed a barrier."""
+        """Return the number of rounds that each learner had entered when it passed a barrier."""
         return [int(self._store.get(f"cuts/{barrier}/entered/{rank}")) for rank in range(self._world)]
 
 
 class ProcessRounds(Rounds):
-    """The rounds of a learner that is a process, whose background waits in them."""
+    """The rounds of a learner that is a process. The learner's background waits in them."""
 
     def __init__(self, board: StoreBoard | LinkBoard) -> None:
         super().__init__(board)
         self._own_board = board
 
     def next(self, period: float) -> int | None:
-        """Called by the background: wait for the next round. Returns its number, or None after the last."""
+        """Wait for the next round. Returns its number, or None after the last round. The background calls this
+        method."""
         number, is_open = self.begin(period)
         return self.enter(number, self._own_board.await_open(number) if is_open is None else is_open)
 

@@ -1,9 +1,10 @@
-"""Gradients of many virtual learners at once, where the model allows it.
+"""Computation of the gradients of many virtual learners at once, if the model allows it.
 
-A gradient depends on the weights at which it began and on nothing that happens later. So it is computed when the first
-gradient of any learner is due, together with all others that are then under way: the learners' weights are stacked,
-and `torch.func.vmap` runs the loss over all of them. Events keep their times and their order. Losses and gradients
-agree with those computed one after another to rounding, because matrix products are summed in another order.
+A gradient depends on the weights at which it began, and on nothing that happens later. When the first gradient of any
+learner is due, all gradients that are then under way are therefore computed together: the learners' weights are
+stacked, and `torch.func.vmap` runs the loss over all of them. Events keep their times and their order. Losses and
+gradients agree up to rounding with those that are computed one after another, because matrix products are added in a
+different order.
 """
 
 import copy
@@ -25,7 +26,8 @@ from starling.training.job import Job
 from starling.training.replica import Replica
 
 MOST_STACKED_BYTES = 2**28
-"""Largest size of stacked weights in bytes; more learners are computed in several groups."""
+"""Largest size of stacked weights in bytes. If the weights of all learners are larger, they are computed in several
+groups."""
 
 
 @dataclass
@@ -41,9 +43,9 @@ class _Begun:
 class BatchedGradients(RealGradients):
     """Real gradients, computed in one call for learners that compute at the same time.
 
-    Mini-batches are computed together if each is one micro-batch of tensors with the same shapes. Others are computed
-    one after another, as are all if the model has buffers, draws random numbers or needs an operation that `vmap`
-    cannot batch; `problem` says why.
+    Mini-batches are computed together if each is one micro-batch of tensors with the same shapes. Other mini-batches
+    are computed one after another. All mini-batches are computed one after another if the model has buffers, draws
+    random numbers or needs an operation that `vmap` cannot batch; `problem` then contains the reason.
     """
 
     def __init__(self, job: Job, device: torch.device) -> None:
@@ -54,7 +56,7 @@ class BatchedGradients(RealGradients):
         self._names = [names[id(parameter)] for parameter in self._parameters]
         self._sizes = [each.numel() for each in self._parameters]
         self._most = max(1, MOST_STACKED_BYTES // max(1, sum(each.nbytes for each in self._parameters)))
-        self._begun: dict[int, _Begun] = {}  # by the learner's identity, in the order in which they began
+        self._begun: dict[int, _Begun] = {}  # gradients by the learner's `id`, in the order in which they began
         self.most_together = 0
         """Largest number of learners whose gradients were computed in one call."""
         self._replicas: WeakSet[Replica] = WeakSet()
@@ -85,7 +87,7 @@ class BatchedGradients(RealGradients):
         batch = learner.claimed()[0][1]
         if self.problem is not None or len(batch) != 1:
             return super().gradient(learner, at)
-        if id(learner) in self._begun:  # its gradient before was not awaited
+        if id(learner) in self._begun:  # its previous gradient was not awaited
             self._compute_all()
         begun = self._begun[id(learner)] = _Begun(learner, at, batch[0].to(self._workspace.device))
 
@@ -110,7 +112,7 @@ class BatchedGradients(RealGradients):
         if len(group) > 1 and self.problem is None:
             try:
                 self._compute_together(group)
-            except Exception as error:  # whatever it is: if it is the workload's own, it comes again right below
+            except Exception as error:  # of any class: an error of the workload itself is raised again below
                 self.problem = f"{type(error).__name__}: {error}"
             else:
                 return
@@ -146,17 +148,18 @@ class BatchedGradients(RealGradients):
             each.learner.replica.gradients = stacked[number]
             each.learner.replica.sometimes_unused |= unused
             each.loss = loss
-        if not self.most_together:  # until then all is to the bit as without batching
+        if not self.most_together:  # until then results are bit-identical to those without batching
             for replica in self._replicas:
                 _step_fast(replica)
         self.most_together = max(self.most_together, len(group))
 
 
 def _step_fast(replica: Replica) -> None:
-    """Let SGD, Adam and AdamW step all their parameters in one call, unless their maker chose otherwise.
+    """Let SGD, Adam and AdamW step all their parameters in one call, unless the optimizer was created with a different
+    setting.
 
-    Steps agree to rounding. Saved states do not show the choice, so that other engines can make their own. The wrappers
-    that torch puts around a step, for its profiler and its compiler, take longer than the step of a small model, so
+    Steps agree up to rounding. Saved states do not contain this setting, so that other engines can choose their own.
+    Torch wraps a step for its profiler and its compiler. These wrappers take longer than the step of a small model, so
     they are left out where they do nothing.
     """
     optimizer = replica.optimizer
@@ -168,7 +171,7 @@ def _step_fast(replica: Replica) -> None:
     ):
         return
     if any(parameter.device.type != "cpu" for group in optimizer.param_groups for parameter in group["params"]):
-        return  # there torch's own choice is one call
+        return  # by default, torch makes one call on these devices
 
     def use(optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
@@ -186,7 +189,7 @@ def _step_fast(replica: Replica) -> None:
 
 
 def _has_hooks(optimizer: Optimizer) -> bool:
-    """Whether something else is called before or after a step, or in place of it."""
+    """Return whether any hook is called before, after or in place of a step."""
     own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks, "step" in vars(optimizer)))
 
@@ -206,7 +209,8 @@ class _LossOf(nn.Module):
 
 
 class _Differs:
-    """Stands for a value that is no tensor and differs between the mini-batches of learners: a loss must not use it."""
+    """Placeholder for a value that is not a tensor and that differs between the mini-batches of learners. A loss must
+    not use it."""
 
     def __bool__(self) -> bool:
         raise TypeError("the loss depends on something that is no tensor and differs between mini-batches")
@@ -219,14 +223,15 @@ def _tensors(examples: Any) -> dict[str, Tensor]:
 
 
 def _shape(examples: Any) -> Hashable:
-    """A key that is equal for mini-batches that can be stacked."""
+    """Return a key that is equal for mini-batches that can be stacked."""
     if not hasattr(examples, "__dict__"):
         return id(examples)
     return type(examples), *((name, value.shape, value.dtype) for name, value in _tensors(examples).items())
 
 
 def _common(examples: Sequence[Any]) -> Any:
-    """The first mini-batch, with a placeholder for everything but tensors that differs in another one."""
+    """Return the first mini-batch, in which a placeholder replaces each value that is not a tensor and that differs
+    between mini-batches."""
     made = copy.copy(examples[0])
     others = {name: value for name, value in vars(made).items() if not isinstance(value, Tensor)}
     vars(made).update(

@@ -1,7 +1,7 @@
 """The computations of learners in a virtual run: real weights and gradients, in this process or in several.
 
-`timing` replaces them by sizes. A gradient depends on weights, buffers and its mini-batch alone, so that it can be
-computed elsewhere while the simulation continues.
+`timing` replaces these computations with sizes. A gradient depends only on weights, buffers and its mini-batch, so it
+can be computed elsewhere while the simulation continues.
 """
 
 import copy
@@ -29,7 +29,7 @@ from starling.worker_processes import answer_of, worker_processes
 Buffers = list[Tensor | None]
 """A model's buffers, in the order of its modules."""
 Loss = Callable[[], float | None]
-"""Returns the loss of a gradient; None if there is none to report."""
+"""Function that returns the loss of a gradient, or None if there is no loss to report."""
 
 
 class Member(CourseLearner):
@@ -43,21 +43,21 @@ class Member(CourseLearner):
 
 
 class Computation(ABC):
-    """Makes the learners' replicas, and computes their gradients."""
+    """Creates the learners' replicas, and computes their gradients."""
 
     holds_weights = True
-    """Whether the weights are numbers, so that they have a consensus distance."""
+    """Whether the weights have values, so that a consensus distance can be computed."""
 
     @abstractmethod
     def new_replica(self) -> Replica:
-        """A learner's weights and optimizer at the beginning."""
+        """Create a learner's replica: its initial weights and its optimizer."""
 
     def new_buffers(self, start: LearnerState | None) -> Buffers:
-        """A learner's own buffers: those of a new model, or those of the state from which it starts."""
+        """Return a learner's own buffers, which are those of a new model or of the state from which it starts."""
         return []
 
     def named(self, buffers: Buffers) -> dict[str, Tensor]:
-        """A learner's buffers by name."""
+        """Return a learner's buffers by name."""
         return {}
 
     @abstractmethod
@@ -67,12 +67,13 @@ class Computation(ABC):
         Once the loss has been requested, the gradient is in the learner's replica.
         """
 
-    def close(self) -> None:  # noqa: B027 - most have nothing to close
-        """End the computation; no gradient follows."""
+    def close(self) -> None:  # noqa: B027 - most subclasses have nothing to close
+        """End the computation. No gradient may follow."""
 
 
 class RealGradients(Computation):
-    """Real gradients, one after another, with one model that views each learner's weights and buffers in turn."""
+    """Computes real gradients one after another, with one model that views each learner's weights and buffers in
+    turn."""
 
     def __init__(self, job: Job, device: torch.device) -> None:
         self._job = job
@@ -117,7 +118,7 @@ class RealGradients(Computation):
 
 
 _SLOTS = 2
-"""Number of slots of each process: it computes in one while the other is filled."""
+"""Number of slots of each process. The process computes in one slot while the other is filled."""
 
 
 @dataclass
@@ -133,10 +134,10 @@ class _Begun:
 
 
 class HostProcesses(RealGradients):
-    """Real gradients in `count` processes, each of which has its own copy of the workload and the model.
+    """Computes real gradients in `count` processes, each of which has its own copy of the workload and the model.
 
-    A process gets the weights in shared memory, and leaves the gradient there. Results are awaited when the simulated
-    gradient is complete, so that events and numbers are the same as with one process with one thread.
+    A process reads the weights from shared memory, and writes the gradient to it. Results are awaited when the
+    simulated gradient is complete, so that events and numbers are the same as with one process with one thread.
     """
 
     def __init__(self, job: Job, device: torch.device, count: int) -> None:
@@ -149,9 +150,9 @@ class HostProcesses(RealGradients):
             )
         super().__init__(job, device)
         self._memory = self._workspace.new_zeros(count * _SLOTS, 2, len(self._workspace))
-        """Weights and gradient of each slot."""
+        """The weights and the gradient in each slot."""
         self._memory.share_memory_()  # type: ignore[no-untyped-call]
-        self._begun: OrderedDict[int, _Begun] = OrderedDict()  # by the learner's identity
+        self._begun: OrderedDict[int, _Begun] = OrderedDict()  # gradients by the learner's `id`
         self._exits = ExitStack()
 
         work, key = _Worker(job, self._memory), "cluster.compute.processes"
@@ -159,11 +160,11 @@ class HostProcesses(RealGradients):
         self._lines = list(self._workers) * _SLOTS
         """Connection that serves each slot."""
         self._free = list(range(count * _SLOTS))
-        self._computing: dict[int, _Begun] = {}  # by slot
+        self._computing: dict[int, _Begun] = {}  # gradients by slot
 
     def gradient(self, learner: Member, at: Tensor) -> Loss:
         before = self._begun.get(id(learner))
-        if before is not None:  # it was not awaited
+        if before is not None:  # the previous gradient was not awaited
             self._wait_for(before)
         task, batches = learner.gradient_task()
         begun = self._begun[id(learner)] = _Begun(learner, at, task, batches)
@@ -194,7 +195,7 @@ class HostProcesses(RealGradients):
                     self._lines[begun.slot].send((begun.slot, begun.task, batches, _copied(begun.learner.buffers)))
 
     def _wait_for(self, begun: _Begun) -> None:
-        """Receive gradients until the given one is there."""
+        """Receive gradients until the gradient `begun` has arrived."""
         self._begun.move_to_end(id(begun.learner), last=False)
         while self._begun.get(id(begun.learner)) is begun:
             self._hand_out()
@@ -220,8 +221,8 @@ def _copied(buffers: Buffers) -> Buffers:
 
 
 class _Worker:
-    """The state of a process that computes: the job's model, made with the first gradient, and the memory of all
-    slots."""
+    """The state of a process that computes gradients: the job's model, which is created for the first gradient, and the
+    memory of all slots."""
 
     def __init__(self, job: Job, memory: Tensor) -> None:
         self._job, self._memory = job, memory

@@ -1,9 +1,10 @@
-"""The virtual engine: all learners in one process, on a simulated clock, with real gradients.
+"""The virtual engine, which runs all learners in one process, on a simulated clock, with real gradients.
 
-The same seed gives the same events in the same order, and `Outcome.event_hash` proves it. If no event is left while a
-learner waits, that is a deadlock, and the error says which learner waits for which.
+The same seed gives the same events in the same order; compare `Outcome.event_hash` to check this. If no event is left
+while a learner waits, the run is in a deadlock, and the error says for which learner each learner waits.
 
-Learners may die, pause, be cut off or join at any event: the survivors continue in a new membership, as processes do.
+Learners may die, pause, be cut off or join at any event. The survivors continue in a new membership, as on the
+`processes` engine.
 """
 
 import gc
@@ -33,7 +34,7 @@ from starling.training.tensor_plan import traffic_of
 from starling.workload import Position
 
 GATHERS_AND_SCATTERS = 3
-"""Number of all-gathers and reduce-scatters of the whole model in one pass."""
+"""Number of all-gathers and reduce-scatters of the whole model in one forward and backward pass."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,11 @@ class Outcome:
 
 
 class VirtualEngine:
-    """`world` learners of `job` on the simulated `cluster`.
+    """Runs `world` learners of `job` on the simulated `cluster`.
 
-    When learners die the others continue; without `survives_losses` the run ends with `PeerLost` as soon as a death is
-    noticed. `changes` is called at each membership change. `computation` computes the gradients; a device
-    stands for real gradients on it.
+    With `survives_losses`, the other learners continue when learners die. Without it, the run ends with `PeerLost` as
+    soon as a death is noticed. `changes` is called at each membership change. `computation` computes the gradients; if
+    it is a device, real gradients are computed on that device.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class VirtualEngine:
         return self._simulation.now
 
     def run(self) -> Outcome:
-        """Run all events. Raises the exceptions of learners, `Deadlock`, and `PeerLost` if the learners cannot
+        """Run all events. Raises `Deadlock`, the exceptions that learners raise, and `PeerLost` if the learners cannot
         continue."""
         simulation = self._simulation
         try:
@@ -144,7 +145,7 @@ class VirtualEngine:
     def _wait_for(self, event: simpy.Event) -> None:
         step = self._simulation.environment.step
         try:
-            while event.callbacks is not None:  # it is not processed
+            while event.callbacks is not None:  # the event has not been processed
                 step()
         except EmptySchedule:
             raise self._current.deadlock() from None
@@ -160,7 +161,7 @@ class VirtualEngine:
         following, plan = self._after(before)
         lives = [simulation.lives[name] for name in following.members]
         starts = [plan.state(rank, life.state) for rank, life in enumerate(lives)]
-        if plan.source is not None:  # the takers have its state, and all have its strategy state
+        if plan.source is not None:  # the takers copy its state, and all learners copy its strategy state
             source = starts[plan.source]
             copies = [source.copy() if rank in plan.takers else source for rank in range(plan.world)]
             starts = [plan.with_source(rank, starts[rank], copies[rank]) for rank in range(plan.world)]
@@ -184,10 +185,10 @@ class VirtualEngine:
 
 @contextmanager
 def _little_garbage(has_cycles: bool) -> Generator[None, None, None]:
-    """Let the garbage collector search only the objects made within this context, or none. A search of everything that
-    a process has imported takes longer than many small gradients; with thousands of learners, whose events leave no
-    cycles, it takes a third of the time of a timing-only simulation."""
-    freezes, was_enabled = not gc.get_freeze_count(), gc.isenabled()  # otherwise the program has made its own choice
+    """Let the garbage collector search only the objects that are created within this context or, unless `has_cycles`,
+    none. A search of everything that a process has imported takes longer than many small gradients. With thousands of
+    learners, whose events leave no cycles, such searches take a third of the time of a timing-only simulation."""
+    freezes, was_enabled = not gc.get_freeze_count(), gc.isenabled()  # frozen objects: the program has its own policy
     if freezes:
         gc.freeze()
     if not has_cycles:
@@ -211,18 +212,19 @@ class SimulatedIslands(Observer):
     """The run that the virtual engine simulates in place of a job with islands: `job`, with `world` learners on
     `cluster`.
 
-    For the others an island is one learner: its gradient is the mean of n mini-batches, and the n parts of its model
-    travel side by side. So it is simulated as one learner with a whole model and a batch share of n, and reported as n
-    learners. With tensor parallelism it has one mini-batch at a time.
+    To the other learners, an island of n ranks is one learner: its gradient is the mean of n mini-batches, and the n
+    parts of its model are sent side by side. Therefore it is simulated as one learner with a whole model and a batch
+    share of n, and reported as n learners. With tensor parallelism, the island computes one mini-batch at a time.
 
-    Its gradient takes as long as the gradient of its slowest rank, plus the time in which the model is gathered twice,
-    for forward and for backward, and the gradient is scattered: three times (n - 1) messages of 1/n of the model. With
-    tensor parallelism, the added time is that of the cut layers' messages, as in the first mini-batch, and of gathering
-    the other parameters. No overlap with computation is assumed, although a GPU allows it.
+    The gradient of an island takes as long as the gradient of its slowest rank, plus the time in which the model is
+    gathered twice, for forward and for backward, and the gradient is scattered: three times (n - 1) messages of 1/n of
+    the model. With tensor parallelism, the additional time is that of the cut layers' messages, as in the first
+    mini-batch, and of gathering the other parameters. No overlap with computation is assumed, although a GPU allows
+    overlap.
 
-    It reports each rank of an island to `observer`, with an equal share of the bytes, and each mini-batch as that of
-    the rank that computed it, or of the first of several. The ranks' tickets follow each other, and the first is number
-    0.
+    Each rank of an island is reported to `observer` with an equal share of the bytes. Each mini-batch is reported for
+    the rank that computed it, or for the first of several ranks. The ranks' tickets follow each other, and the first is
+    number 0.
     """
 
     def __init__(self, job: Job, world: int, cluster: Cluster, observer: Observer) -> None:
@@ -245,22 +247,22 @@ class SimulatedIslands(Observer):
         self.cluster = _side_by_side(cluster, size)
 
     def times(self, name: int, num_bytes: int) -> ComputeTimes:
-        """The gradient times of island `name`, whose whole weights have `num_bytes`; they include the communication
-        within the island."""
+        """Return the gradient times of island `name`, whose whole weights have `num_bytes`. The times include the
+        communication within the island."""
         job, ranks = self._given, range(name * self._size, (name + 1) * self._size)
         gathers, reductions = [num_bytes] * GATHERS_AND_SCATTERS, []
         if self._traffic is not None:
             gathers, reductions = [self._traffic.whole_bytes, *self._traffic.gathers], list(self._traffic.reductions)
-        # an all-reduce is a scatter and a gather
+        # an all-reduce consists of a scatter and a gather
         seconds = sum(self._links.reduce_seconds(ranks, each) for each in gathers) / 2
         seconds += sum(self._links.reduce_seconds(ranks, each) for each in reductions)
-        num_sent = (self._size - 1) * (sum(gathers) + 2 * sum(reductions))  # by all ranks
+        num_sent = (self._size - 1) * (sum(gathers) + 2 * sum(reductions))  # the bytes that all ranks send
         times = [ComputeTimes(self._compute, job.seed, rank) for rank in ranks]
         delays = [Delays(job.stragglers, job.seed, rank) for rank in ranks]
         return _IslandTimes(times, delays, seconds, num_sent)
 
     def state(self, state: LearnerState) -> LearnerState:
-        """An island's state, in a run that counts each of its ranks as a learner."""
+        """Convert an island's state to the state in a run that counts each rank of the island as a learner."""
         return replace(state, world=self._ranks)
 
     @property
@@ -288,7 +290,7 @@ class SimulatedIslands(Observer):
 
 
 def _side_by_side(cluster: Cluster, size: int) -> Cluster:
-    """The cluster in which islands take the place of ranks: the messages of an island travel side by side."""
+    """Return the cluster in which islands take the place of ranks. The messages of an island are sent side by side."""
     nodes, link = cluster.nodes, cluster.link
     uplink = "unlimited" if cluster.uplink is None else cluster.uplink * max(1, size // nodes.size)
     inside = {"size": max(1, nodes.size // size), "bandwidth": nodes.bandwidth * size, "uplink": uplink}
@@ -297,7 +299,8 @@ def _side_by_side(cluster: Cluster, size: int) -> Cluster:
 
 
 class _IslandTimes(ComputeTimes):
-    """The gradient times of an island: the slowest rank's time plus that of the communication within the island."""
+    """The gradient times of an island. Each is the time of the slowest rank plus the time of the communication within
+    the island."""
 
     def __init__(self, times: Sequence[ComputeTimes], delays: Sequence[Delays], seconds: float, num_bytes: int) -> None:
         self._times, self._delays = times, delays

@@ -1,5 +1,5 @@
-"""A learner on the simulated clock: the work that it starts becomes events, and its messages travel over the simulated
-network."""
+"""A learner on the simulated clock. The work that it starts becomes events, and its messages are sent over the
+simulated network."""
 
 import struct
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
@@ -25,11 +25,12 @@ from starling.training.succession import CutAgreement
 
 T = TypeVar("T")
 FOREGROUND, BACKGROUND = "", "'s background"
-"""The two activities of a learner, as the deadlock report names them."""
+"""The names of a learner's two activities in the deadlock report."""
 
 
 class Failed(Exception):  # noqa: N818 - carries what a strategy raised
-    """Carries a strategy's exception unchanged through simpy, which would make a new one from its arguments."""
+    """Carries a strategy's exception unchanged through simpy, which would otherwise create a new exception from its
+    arguments."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(error)
@@ -49,7 +50,7 @@ class VirtualLearner(Member):
         self.rank, self.world, self.seed = rank, membership.world, job.seed
         self.replica, self.now = computation.new_replica(), membership.now
         self.buffers = computation.new_buffers(start)
-        """Buffers of this learner's model; each learner has its own."""
+        """Buffers of this learner's model. Each learner has its own buffers."""
         self.statistics = life.statistics
         self.statistics.under_way = self._spent_waiting
         self._membership, self._simulation, self._environment = membership, simulation, simulation.environment
@@ -58,9 +59,9 @@ class VirtualLearner(Member):
         self._activity = FOREGROUND
         self._has_left = False
         self._wait: tuple[float, float] | None = None
-        """Wait of the foreground that is under way: its beginning, and how many seconds of it are the learner's own
-        computation."""
-        self._num_means: dict[str, int] = {}  # a mean is identified by its place in each learner's sequence
+        """The foreground's wait that is under way: its start time, and the number of its seconds that are the learner's
+        own computation."""
+        self._num_means: dict[str, int] = {}  # a mean is identified by its position in each learner's sequence
         self._pause = 0.0  # seconds that injected pauses add to the gradient under way
         self.life = life
         self.batches = self._batches_of(membership.batches)
@@ -83,14 +84,14 @@ class VirtualLearner(Member):
 
     def gradient(self, at: Tensor) -> Handle[Tensor]:
         begun = self._membership.computation.gradient(self, at)
-        is_mine = at is self.weights  # what `at` is otherwise need not be kept
+        is_mine = at is self.weights  # any other `at` need not be kept
         version, times = self.replica.version, self.life.times
         num_draws = len(self.begin_gradient()) // self.tickets.ranks_per_learner
         seconds = sum(times.draw() for _ in range(num_draws))
         self.statistics.averaging.bytes_sent += times.communication_bytes
         seconds += self.life.delays.after(seconds) + self._pause
         self._pause = 0.0
-        waiting = self._simulation.seconds_cut_off(self.life)  # a claim is answered once it is heard
+        waiting = self._simulation.seconds_cut_off(self.life)  # a claim is answered once the store receives it
 
         def finish(_: object) -> None:
             if self.life.is_dead or self._has_left:
@@ -144,8 +145,8 @@ class VirtualLearner(Member):
         return self._started(self._network.send(self.rank, peer, tensor, tag))
 
     def _started(self, handle: T) -> T:
-        """Note what the activity has started. A replay lets it wait here if in the record it did not get any further:
-        a process may fail when it has sent something, and before it knows."""
+        """Note that the activity has started some work. In a replay, the activity waits in this method if it got no
+        further in the record: a process may fail after it has sent a message and before it can note this."""
         self.order.started(self.is_behind)
         return handle
 
@@ -187,7 +188,7 @@ class VirtualLearner(Member):
     def keep_up(self, most: float) -> Handle[None]:
         event = self._environment.event()
         if self.rounds.keeps_up(most, event.succeed):
-            event.callbacks = None  # it has happened, and takes no place in the queue of events
+            event.callbacks = None  # the event has happened, and need not enter the queue of events
         return VirtualHandle(event, lambda: None, lambda: "its own averaging round")
 
     def begin(self) -> None:
@@ -195,7 +196,7 @@ class VirtualLearner(Member):
         self._drive(self.job.strategy.start(self, self.job.options), FOREGROUND)
 
     def _drive(self, coroutine: Coroutine[Any, Any, None], kind: str) -> None:
-        """Begin to drive a coroutine."""
+        """Begin to run a coroutine as an activity."""
         activity = self._membership.activities[self.rank, kind] = Activity(self.rank)
         activity.process = self._environment.process(self._drive_to_end(activity, coroutine, kind))
 
@@ -213,12 +214,12 @@ class VirtualLearner(Member):
             raise Failed(error) from error
         if has_ended:
             self._record("end", b"")
-        if kind == FOREGROUND:  # after its background has left, the foreground may continue
+        if kind == FOREGROUND:  # the foreground may continue after the background has left
             self._has_left |= not has_ended
             if has_ended:
                 self.rounds.finish()
         while membership.reasons and not life.is_dead and (seconds := self._simulation.seconds_out_of_reach(life)) > 0:
-            try:  # a learner that is paused or cut off does not hear at once that a membership is over
+            try:  # a learner that is paused or cut off is not notified immediately that a membership is over
                 yield self._environment.timeout(seconds)
             except simpy.Interrupt:
                 continue
@@ -229,8 +230,8 @@ class VirtualLearner(Member):
     def _advance(
         self, activity: Activity, coroutine: Coroutine[Any, Any, None], kind: str
     ) -> Generator[simpy.Event, None, bool]:
-        """Whenever the coroutine waits for a handle, wait for its event. True at its end; False if this learner dies or
-        must leave before that."""
+        """Run the coroutine, and wait for the event of each handle that it awaits. Return True at the end of the
+        coroutine, and False if this learner dies or must leave earlier."""
         membership, life = self._membership, self.life
         while True:
             membership.driven, self._activity = life, kind
@@ -265,7 +266,7 @@ class VirtualLearner(Member):
         self.order.started(kind == BACKGROUND)
 
     def _resume(self, activity: Activity, coroutine: Coroutine[Any, Any, None]) -> Any:
-        """Run a coroutine until it awaits a handle, which is returned."""
+        """Run a coroutine until it awaits a handle, and return the handle."""
         return coroutine.send(None)
 
     def _close(self, activity: Activity, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -279,7 +280,8 @@ class VirtualLearner(Member):
         return membership.rounds
 
     def _spent_waiting(self) -> Spent:
-        """The seconds of the foreground's wait so far: first its own computation, then waiting for others."""
+        """Return the seconds of the foreground's wait so far. They count first as its own computation, and then as
+        waiting for other learners."""
         if self._wait is None:
             return Spent()
         since, computing = self._wait

@@ -1,8 +1,8 @@
-"""The shared objects of the learners of one membership in a virtual run: their mini-batches, averaging rounds and
+"""The objects that the learners of one membership share in a virtual run: mini-batches, averaging rounds and the
 network.
 
-When a membership is over, each learner leaves it as soon as it next waits for another. A gradient under way is
-finished, as on the `processes` engine, so that it counts.
+When a membership is over, each learner leaves it as soon as it next waits for another learner. A gradient that is under
+way is completed, as on the `processes` engine, so that it counts.
 """
 
 from collections import Counter
@@ -33,11 +33,12 @@ T = TypeVar("T")
 
 
 class Killed(BaseException):
-    """Ends a learner wherever it is. No strategy can catch it."""
+    """Exception that ends a learner at any point of its code. No strategy can catch it."""
 
 
 class MembershipBatches:
-    """The tickets of a membership and their mini-batches, for all its learners; `done` are the tickets done in it."""
+    """The tickets of a membership and their mini-batches, for all learners of the membership. `done` contains the
+    tickets that were done in it."""
 
     def __init__(self, simulation: Simulation, plan: MembershipStart, clock: Callable[[], float]) -> None:
         job = simulation.job
@@ -52,7 +53,7 @@ class MembershipBatches:
             ranks_per_learner=simulation.ranks_per_learner,
         )
         self.agreed: dict[tuple[int, int, str], tuple[Any, int]] = {}
-        """Result of the first member of a sync group at a claim, and how many members still need it."""
+        """Result of the first member of a sync group at a claim, and the number of members that still need it."""
         self.clock, self._workload = clock, job.workload
         self.num_drawn = 0
         """Number of portions that all sync groups together have drawn."""
@@ -60,20 +61,21 @@ class MembershipBatches:
         self._loaded: dict[int, Loaded] = {}
 
     def agree(self, what: tuple[int, int, str], find: Callable[[], T]) -> T:
-        """The result of `find` for the first member of a sync group, which all members get, each once; it is then
-        forgotten."""
+        """Return the result of `find` for the first member of a sync group. All members get the same result. It is
+        discarded once each member has received it."""
         found, num_to_come = self.agreed.pop(what) if what in self.agreed else (find(), self._size)
         if num_to_come > 1:
             self.agreed[what] = found, num_to_come - 1
         return found
 
     def draw(self) -> int:
-        """The number of the next portion that no sync group has."""
+        """Return the number of the next portion that no sync group has drawn."""
         self.num_drawn += 1
         return self.num_drawn - 1
 
     def load(self, ticket: Ticket) -> Loaded:
-        """A ticket with its mini-batch. Those of undivided data are loaded in order and kept until taken."""
+        """Return a ticket with its mini-batch. Mini-batches of undivided data are loaded in order, and kept until they
+        are taken."""
         if self._workload.num_parts > 1:
             return ticket, self._workload.load(ticket)
         while ticket.step not in self._loaded:
@@ -83,7 +85,7 @@ class MembershipBatches:
 
     @property
     def num_portions(self) -> int:
-        """The number of drawn portions that are within the budget."""
+        """Number of drawn portions that are within the budget."""
         return self.tickets.handed_out(self.num_drawn)
 
 
@@ -98,7 +100,7 @@ class VirtualBatches:
         return self.load(self._shared.agree((self._group, claim, "number"), self._shared.draw))
 
     def load(self, number: int) -> Sequence[Loaded] | None:
-        """This learner's tickets of a portion, with their mini-batches; None beyond the budget."""
+        """Return this learner's tickets of a portion, with their mini-batches, or None beyond the budget."""
         drawn = self._shared.tickets.drawn(number, self._member)
         parts = zip(drawn, self._parts, strict=False)
         return [self._shared.load(replace(ticket, part=part) if part else ticket) for ticket, part in parts] or None
@@ -107,14 +109,14 @@ class VirtualBatches:
         return self._shared.agree((self._group, claim, "seconds"), self._shared.clock)
 
     def reach(self, portion: int) -> None:
-        """Return at once: there are no checkpoint barriers to agree on."""
+        """Return at once, because there are no checkpoint barriers on which to agree."""
 
     def done(self, ticket: Ticket) -> None:
         self._shared.done.add(ticket.step)
 
 
 class VirtualRounds(CutAgreement):
-    """The averaging rounds of all learners: the `Board` of their `Rounds`."""
+    """The averaging rounds of all learners. This is the `Board` of their `Rounds`."""
 
     def __init__(self, environment: simpy.Environment, world: int) -> None:
         self._environment = environment
@@ -122,11 +124,11 @@ class VirtualRounds(CutAgreement):
         self._events: dict[int, simpy.Event] = {}
         self._num_opened = 0
         self._first_free = 0  # the first round that no learner has entered
-        self._counted: Counter[tuple[str, int]] = Counter()  # learners, by what they have done
+        self._counted: Counter[tuple[str, int]] = Counter()  # number of learners by action and round
         self._cuts: dict[int, int] = {}
 
     def event(self, number: int) -> simpy.Event:
-        """The event that round `number` opens, or will never open."""
+        """Return the event that happens when round `number` opens, or when it is certain that it will never open."""
         return self._events.setdefault(number, self._environment.event())
 
     def open(self, number: int, is_behind: bool) -> None:
@@ -135,8 +137,8 @@ class VirtualRounds(CutAgreement):
             self.event(number).succeed()
 
     def enter(self, number: int) -> bool:
-        """Whether the round takes place."""
-        if self._is_last("entered", number):  # it is asked for no more
+        """Enter a round, and return whether the round takes place."""
+        if self._is_last("entered", number):  # no learner will ask for the event again
             del self._events[number]
         if number >= self._num_opened:
             return False
@@ -155,7 +157,7 @@ class VirtualRounds(CutAgreement):
         return self._cuts.get(barrier)
 
     def _is_last(self, what: str, number: int) -> bool:
-        """Count a learner that has done something; returns whether it was the last."""
+        """Count a learner that has performed the action `what`, and return whether it was the last learner to do so."""
         self._counted[what, number] += 1
         if self._counted[what, number] < self._world:
             return False
@@ -165,23 +167,23 @@ class VirtualRounds(CutAgreement):
 
 @dataclass
 class Activity:
-    """A coroutine of a learner, which a simpy process drives."""
+    """A coroutine of a learner. A simpy process drives it."""
 
     rank: int
     process: simpy.Process | None = None
     waits_for: VirtualHandle[Any] | None = None
 
     def interrupt(self) -> None:
-        """End the activity where it waits."""
+        """End the activity at the point where it waits."""
         process = self.process
         if process is None or not process.is_alive or process is process.env.active_process:
             return
-        if not isinstance(process.target, Initialize):  # a process that has not begun checks first
+        if not isinstance(process.target, Initialize):  # a process that has not begun first checks for itself
             process.interrupt()
 
 
 class VirtualMembership:
-    """A membership that begins as `plan` says. The engine adds its `learners`, by rank."""
+    """A membership that begins according to `plan`. The engine adds its `learners`, by rank."""
 
     def __init__(
         self, simulation: Simulation, computation: Computation, membership: Membership, plan: MembershipStart
@@ -194,9 +196,9 @@ class VirtualMembership:
         self.activities: dict[tuple[int, str], Activity] = {}
         """Activities of the learners, by rank and kind."""
         self.driven: VirtualLife | None = None
-        """Learner whose coroutine runs now."""
+        """Learner whose coroutine is running."""
         self.over = simulation.environment.event()
-        """Event that happens when all learners have left, or are done."""
+        """Event that happens when each learner has left or is done."""
         self.reasons: list[str] = []
         """Reasons why the membership ended before all learners were done."""
         self._begun = simulation.now
@@ -211,7 +213,8 @@ class VirtualMembership:
         return self.simulation.now - self._begun
 
     def begin(self) -> None:
-        """Let all learners start. Raises ProtocolError if they must begin with the same weights and do not."""
+        """Start all learners. Raises `ProtocolError` if learners that must begin with the same weights have different
+        weights."""
         job, first = self.simulation.job, self.learners[0].replica.weights
         if self.computation.holds_weights and must_begin_equal(job, self.lives[0].state):
             for life, learner in zip(self.lives, self.learners, strict=True):
@@ -224,7 +227,7 @@ class VirtualMembership:
         self.look_whether_over()
 
     def check(self) -> None:
-        """Raise MembershipChanged once the membership is over."""
+        """Raise `MembershipChanged` if the membership is over."""
         if self.reasons:
             raise MembershipChanged(self.membership)
 
@@ -237,7 +240,8 @@ class VirtualMembership:
             raise Killed
 
     def leave(self, reason: str) -> None:
-        """End this membership: learners that wait for others leave now, and the others before they would next wait."""
+        """End this membership. Learners that wait for others leave now; the other learners leave before they would next
+        wait."""
         self.reasons.append(reason)
         for activity in list(self.activities.values()):
             if activity.waits_for is not None and not activity.waits_for.is_own:
@@ -245,14 +249,15 @@ class VirtualMembership:
         self.look_whether_over()
 
     def look_whether_over(self) -> None:
-        """End the membership once all learners have left or are done, and the others have heard of every death."""
-        if self.activities or self.over.triggered:  # asked at the end of each activity: of all learners only then
+        """End the membership if all learners have left or are done, and the survivors have been notified of every
+        death."""
+        if self.activities or self.over.triggered:  # cheap, because this is called at the end of each activity
             return
         if self.reasons or not any(life.is_dead for life in self.lives):
             self.over.succeed()
 
     def deadlock(self) -> Deadlock:
-        """The error of a membership in which no event is left."""
+        """Return the error for a membership in which no event is left."""
         return Deadlock(
             f"deadlock after {self.simulation.now:.6g} simulated seconds: nothing is left to happen, but "
             + "; ".join(
@@ -263,12 +268,12 @@ class VirtualMembership:
         )
 
     def finish(self) -> list[LearnerState]:
-        """Report that all learners are done, and return the final states, by rank."""
+        """Report that all learners are done, and return their final states, by rank."""
         num_portions = self.batches.num_portions
         return [learner.finish(num_portions) for learner in self.learners]
 
     def consensus_distance(self) -> float | None:
-        """The consensus distance of all learners' weights; None if these are not numbers."""
+        """Return the consensus distance of all learners' weights, or None if the weights have no values."""
         if not self.computation.holds_weights:
             return None
         weights = [learner.replica.weights for learner in self.learners]
@@ -279,7 +284,7 @@ class VirtualMembership:
         return consensus_distance(weights[: self.simulation.job.sync_groups(self.world).num_workers], model)
 
     def shared_memory(self, num_pieces: int) -> tuple[Tensor, Tensor]:
-        """Weights `[P]` and counts `[pieces, L]` that all learners share, for `num_pieces` pieces."""
+        """Return the weights `[P]` and the counts `[num_pieces, L]` that all L learners share."""
         if self._shared is None:
             counts = torch.zeros(num_pieces, self.world, dtype=torch.int64)
             self._shared = host_copy(self.learners[0].replica.weights), counts

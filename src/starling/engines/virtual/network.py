@@ -1,4 +1,4 @@
-"""The simulated network: messages that take time, means that learners join, rounds that open."""
+"""The simulated network. It contains messages that take time, means that learners join, and rounds that open."""
 
 import struct
 from collections import deque
@@ -18,14 +18,14 @@ from starling.learner import EncodedMean, Handle
 
 T = TypeVar("T")
 _ORDER = count()
-"""Numbers events in the order in which they happen."""
+"""Counter that numbers events in the order in which they happen."""
 
 
 class VirtualHandle(Handle[T]):
     """Work that is done when `event` happens.
 
-    `waits_for` names what it waits for, for the deadlock report; `computing` is the part of the seconds until the event
-    that is the learner's own computation.
+    `waits_for` says, for the deadlock report, for what the work waits. `computing` is the part of the seconds until the
+    event that is the learner's own computation.
     """
 
     is_own = False
@@ -42,7 +42,7 @@ class VirtualHandle(Handle[T]):
         self.waits_for = waits_for
         self.computing = computing
         self.place: int | None = None
-        """Place of the work in the order of events, once it has happened."""
+        """Position of the event in the order of events; None until the event has happened."""
         self._result = result
         if event.callbacks is None:
             self._happened(event)
@@ -59,7 +59,8 @@ class VirtualHandle(Handle[T]):
 def first_of(
     environment: simpy.Environment, handles: Mapping[int, Handle[Any]], tell: Callable[[int], object]
 ) -> VirtualHandle[int]:
-    """The key of the handle whose work is done first, which `tell` is told when it is taken."""
+    """Return a handle of the key of the handle whose work is done first. `tell` is called with that key when the result
+    is taken."""
     work = {key: handle for key, handle in handles.items() if isinstance(handle, VirtualHandle)}
 
     def result() -> int:
@@ -75,7 +76,7 @@ def first_of(
 
 
 class VirtualGradient(VirtualHandle[Tensor]):
-    """A gradient; once `mean` has taken it, only the mean may be awaited, as on the `processes` engine."""
+    """A gradient. Once it has been passed to `mean`, only the mean may be awaited, as on the `processes` engine."""
 
     is_own = True
     refusal: ProtocolError | None = None
@@ -88,14 +89,14 @@ class VirtualGradient(VirtualHandle[Tensor]):
 
 
 class _Content:
-    """The content of a message, as it was when it was sent: one copy for all receivers, to which no learner may
+    """The content of a message at the time at which it was sent. All receivers share one copy, to which no learner may
     write."""
 
     def __init__(self, sent: Tensor) -> None:
         self._sent, self._version, self.copy = ref(sent), sent._version, sent.clone()
 
     def is_still(self, tensor: Tensor) -> bool:
-        """Whether the copy equals this tensor's present values."""
+        """Return whether the copy equals the present values of `tensor`."""
         return self._sent() is tensor and self._version == tensor._version
 
 
@@ -107,19 +108,19 @@ class _Message:
 
 
 class Mean:
-    """A mean of a group's vectors, summed in rank order; a vector that comes before its turn is kept as a copy. Vectors
-    may also travel encoded; then the mean is computed once all learners' parts are there."""
+    """A mean of a group's vectors. Vectors are added in rank order; a vector that arrives before its turn is copied and
+    kept. Vectors may also be sent encoded; the mean is then computed once the parts of all learners have arrived."""
 
     def __init__(self, event: simpy.Event, group: Sequence[int]) -> None:
         self.event = event
         self.group = group
         self.result: Tensor | None = None
-        self._brought = ""  # what all bring
+        self._brought = ""  # description of the vectors, which must be the same for all learners
         self._num_summed = 0
-        self._early: dict[int, Any] = {}  # by place in the group
+        self._early: dict[int, Any] = {}  # parts that arrived before their turn, by position in the group
 
     def join(self, rank: int, part: Tensor | EncodedMean) -> bool:
-        """Add a learner's part as it is now; returns whether it was the last."""
+        """Add the present values of a learner's part, and return whether it was the last part."""
         brought = (
             f"{list(part.shape)}"
             if isinstance(part, Tensor)
@@ -153,16 +154,16 @@ class Mean:
         return last.result([each.combine([row[place] for row in sent]) for place, each in enumerate(parts)])
 
     def missing(self) -> list[int]:
-        """The ranks that have not joined."""
+        """Return the ranks that have not joined."""
         places = range(self._num_summed, len(self.group))
         return [self.group[place] for place in places if place not in self._early]
 
 
 class Network:
-    """Carries messages between learners, over the links of the cluster, and records what arrives.
+    """Carries messages between learners over the links of the cluster, and records each arrival.
 
-    `names` are the learners' names, by rank. While a partition keeps some of them apart, messages between them wait
-    until they `heal`.
+    `names` contains the learners' names, by rank. While a partition separates some of the learners, messages between
+    them wait until `heal` is called.
     """
 
     def __init__(self, simulation: Simulation, names: Sequence[int]) -> None:
@@ -171,13 +172,13 @@ class Network:
         self._record, self._names, self._apart = simulation.record, names, simulation.apart
         self._held: list[tuple[simpy.Event, Sequence[int]]] = []
         self._channels: dict[tuple[int, int, int], deque[_Message]] = {}
-        """Messages, in order, that are sent and not yet wanted, or wanted and not yet sent, keyed by sender, receiver
-        and tag."""
+        """Messages, in order, that were sent but not yet requested, or requested but not yet sent. The key consists of
+        sender, receiver and tag."""
         self._means: dict[tuple[int, str, int], Mean] = {}
-        self._sent: WeakValueDictionary[int, _Content] = WeakValueDictionary()  # what each learner sent last
+        self._sent: WeakValueDictionary[int, _Content] = WeakValueDictionary()  # last content that each learner sent
 
     def send(self, rank: int, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
-        """Deliver `tensor` to `peer` after the time that a message takes."""
+        """Deliver `tensor` to `peer` after the time that the message takes."""
         message = self._match((rank, peer, tag), is_sent=True)
         content = self._sent.get(rank)
         if content is None or not content.is_still(tensor):
@@ -190,7 +191,7 @@ class Network:
         return VirtualHandle(message.event, lambda: None, lambda: f"its message to learner {self._names[peer]}")
 
     def _match(self, channel: tuple[int, int, int], is_sent: bool) -> _Message:
-        """The first message of a channel that already has its other side, or a new one."""
+        """Return the first message of a channel whose other side is already known, or a new message."""
         messages = self._channels.get(channel)
         if messages is None or messages[0].is_sent == is_sent:
             message = _Message(self._environment.event(), is_sent)
@@ -201,7 +202,7 @@ class Network:
         return messages.popleft()
 
     def _carry(self, event: simpy.Event, num_bytes: int, rank: int, peer: int) -> None:
-        """Trigger `event` when a message has travelled over its link, and waited for the uplinks on its way."""
+        """Trigger `event` after the time that a message takes on its link, including the waits for uplinks."""
         sender, receiver = self._names[rank], self._names[peer]
         link = self._links.between(sender, receiver)
         seconds = link.send_seconds(num_bytes) * self._links.jitter(sender, receiver)
@@ -220,7 +221,8 @@ class Network:
             reach()
 
     def receive(self, rank: int, peer: int, tag: int, check: Callable[[Tensor], None]) -> Handle[Tensor]:
-        """Receive the tensor that `peer` sends under `tag`; `check` raises if it is not as expected."""
+        """Receive the tensor that `peer` sends under `tag`. `check` raises an error if the tensor is not as
+        expected."""
         message = self._match((peer, rank, tag), is_sent=False)
 
         def result() -> Tensor:
@@ -235,8 +237,8 @@ class Network:
     def mean(
         self, rank: int, group: Sequence[int], activity: str, number: int, of: Tensor | Handle[Tensor] | EncodedMean
     ) -> Handle[Tensor]:
-        """Join a group's mean of this number: with a vector as it is now, with a gradient once it is complete, or with
-        a part of a mean that travels encoded.
+        """Join the mean of a group that has this number. `of` is a vector, whose present values are used; a gradient,
+        which is used once it is complete; or a part of a mean whose vectors are sent encoded.
 
         Means of a learner's foreground and of its background are numbered separately.
         """
@@ -269,13 +271,13 @@ class Network:
         )
 
     def heal(self) -> None:
-        """Deliver the messages that waited for the end of a partition, if they can now arrive."""
+        """Deliver the messages that have waited for the end of a partition, if they can now arrive."""
         held, self._held = self._held, []
         for event, ranks in held:
             self._happen(event, self._cluster.link.latency, ranks)
 
     def _happen(self, event: simpy.Event, seconds: float, ranks: Sequence[int]) -> None:
-        """Trigger `event` after some simulated seconds, if the learners can then hear each other."""
+        """Trigger `event` after some simulated seconds, if the learners can then reach each other."""
 
         def arrive(_: object) -> None:
             if self._apart([self._names[rank] for rank in ranks]):

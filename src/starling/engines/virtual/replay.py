@@ -1,7 +1,7 @@
-"""Runs again what a record has: the same strategy, with real gradients, in the recorded order.
+"""Replays a record: runs the same strategy with real gradients in the recorded order.
 
-Each activity of a learner runs in a greenlet, so that it can wait for its turn wherever it uses the weights, as a
-thread of the `processes` engine does, and not only where it awaits a handle.
+Each activity of a learner runs in a greenlet. It can therefore wait for its turn at any point where it uses the
+weights, as a thread of the `processes` engine does, and not only where it awaits a handle.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ _OVER = "more than its record has"
 
 
 class RecordEnded(ReplayError):  # noqa: N818 - an outcome
-    """Everything in the record has been replayed, and it ends before the run did. Callers compare the states before
-    they let this error through."""
+    """The error that is raised when the whole record has been replayed and the record ends before the run did. Callers
+    compare the states before they propagate this error."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A gradient in a replay, before it is used."""
+    """A gradient in a replay, at the moment before it is used."""
 
     number: int
-    """Its number in the replay, from 1."""
+    """Number of the gradient in the replay, counted from 1."""
     learner: int
     ticket: Ticket
     loss: float
@@ -65,30 +65,30 @@ class Moment:
     weights: float
     """Norm of the learner's weights."""
     distance: float
-    """Norm of the difference between the learner's weights and the mean of all learners'."""
+    """Norm of the difference between the learner's weights and the mean of all learners' weights."""
     staleness: int
-    """Number of changes of the learner's weights since they were read for the gradient."""
+    """Number of changes to the learner's weights since they were read for the gradient."""
     ids: tuple[str, ...]
-    """The examples of the mini-batch, if the data have names for them."""
+    """Names of the examples in the mini-batch, if the data have names for examples."""
     vectors: Mapping[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
-    """The gradient `g`, the learner's weights `w`, and the `mean` of all learners' weights, each `[P]`; valid during
-    the call."""
+    """The gradient `g`, the learner's weights `w`, and the `mean` of all learners' weights, each `[P]`. They are valid
+    only during the call of `watch`."""
 
 
 class ReplayStopped(Exception):  # noqa: N818 - an outcome
-    """A replay has reached the gradient at which it was to stop."""
+    """The exception that is raised when a replay has reached the gradient at which it was to stop."""
 
 
 class GivenOrder(Order):
-    """Lets the activities of a learner use its weights in a given order. An activity whose record is over waits for
-    ever."""
+    """Lets the activities of a learner use its weights in a given order. An activity waits for ever once its record has
+    ended."""
 
     def __init__(self, learner: ReplayedLearner, turns: Sequence[str]) -> None:
         super().__init__()
         self.gives = self.notes = True
         left = next((turn[1:].split(",") for turn in turns if turn.startswith(LEFT)), None)
         self._learner, self.turns_left = learner, Turns(learner.life.name, turns)
-        self.num_used = list(learner.replica.order.num_used)  # it may have begun from a saved state
+        self.num_used = list(learner.replica.order.num_used)  # not 0 if the replica began from a saved state
         self._num_alone = self.num_used[0]
         limits = [math.inf] * 3 if left is None else [float(each) for each in left]
         self._most_alone, *self._most_started = limits
@@ -114,7 +114,8 @@ class GivenOrder(Order):
             self._learner.suspend(self._learner.new_event(), _OVER)
 
     def has_left(self, is_behind: bool, more: int = 0) -> bool:
-        """Whether in the record an activity left before it started so much, or so much and `more`."""
+        """Return whether an activity left, according to the record, before it started as much work as it has started
+        now, plus `more`."""
         return self.num_started[is_behind][0] + more > self._most_started[is_behind]
 
     def note(self) -> None:
@@ -137,7 +138,7 @@ class GivenOrder(Order):
         self._take()
 
     def following(self) -> str | None:
-        """The next turn of the calling activity; None if the record has no more."""
+        """Return the next turn of the calling activity, or None if the record has no further turn."""
         return self.turns_left.following(self._learner.is_behind)
 
     @property
@@ -159,7 +160,7 @@ class GivenOrder(Order):
 
 
 class ReplayedLearner(VirtualLearner):
-    """A learner that does what its record has."""
+    """A learner that follows its record."""
 
     def __init__(
         self,
@@ -187,7 +188,7 @@ class ReplayedLearner(VirtualLearner):
         return self._environment.event()
 
     def suspend(self, event: simpy.Event, what: str) -> None:
-        """Let the calling activity wait for an event, wherever it is."""
+        """Let the calling activity wait for an event at any point of its code."""
         getcurrent().parent.switch(VirtualHandle(event, lambda: None, lambda: what))
 
     def report_step(self, loss: float) -> None:
@@ -195,8 +196,8 @@ class ReplayedLearner(VirtualLearner):
         self.watch(self, loss)
 
     def pass_last_barriers(self) -> None:
-        """Pass the barriers that are recorded, although the claim behind them is not: the learner was killed before
-        that."""
+        """Pass the recorded barriers that no recorded claim follows. The learner was killed before it made that
+        claim."""
         if NO_BATCH in self.script.turns:
             return
         cuts, states = self.script.cuts, self.script.states
@@ -211,10 +212,10 @@ class ReplayedLearner(VirtualLearner):
                 return
             self._pass_barriers(portion)
             if not is_recorded and self.given.num_own == before:
-                return  # what the record has is no barrier
+                return  # the next entry of the record is not a barrier
 
     def save_last_states(self) -> None:
-        """Save the states that became complete after the learner's last claim."""
+        """Save the states that became complete after the last claim of the learner."""
         if self.cuts is not None:
             self.cuts.save()
 
@@ -253,7 +254,7 @@ class ReplayedLearner(VirtualLearner):
         return VirtualHandle(chosen.event, result, chosen.waits_for)
 
     def end_membership(self, membership: int) -> None:
-        self.replica.order = FREE  # no activity is left
+        self.replica.order = FREE  # no activity is left that must follow an order
         super().end_membership(membership)
 
     def finish(self, num_portions: int, undone: Collection[int] = ()) -> LearnerState:
@@ -261,7 +262,7 @@ class ReplayedLearner(VirtualLearner):
         return super().finish(num_portions, undone)
 
     def exchange(self, peer: int, tensor: Tensor, tag: int) -> Awaitable[Tensor]:
-        return Learner.exchange(self, peer, tensor, tag)  # it awaits two handles, as on processes
+        return Learner.exchange(self, peer, tensor, tag)  # this awaits two handles, as on the `processes` engine
 
     def _batches_of(self, shared: MembershipBatches) -> VirtualBatches:
         return _RecordedBatches(self, shared)
@@ -270,7 +271,8 @@ class ReplayedLearner(VirtualLearner):
         return RecordedCuts(self.script.cuts, lambda: self.order.num_own)
 
     def _awaited(self, kind: str) -> None:
-        """Nothing: an activity also waits for its turns, so `_resume` counts the handles that it awaited."""
+        """Do nothing. Because an activity also waits for its turns, `_resume` counts the handles that it has
+        awaited."""
 
     def _resume(self, activity: Activity, coroutine: Coroutine[Any, Any, None]) -> Any:
         own = self._greenlets.get(id(activity))
@@ -300,7 +302,7 @@ class ReplayedLearner(VirtualLearner):
 
 
 class _RecordedBatches(VirtualBatches):
-    """The mini-batches that a learner claimed."""
+    """The mini-batches that a learner claimed, according to its record."""
 
     def __init__(self, learner: ReplayedLearner, shared: MembershipBatches) -> None:
         group = learner.simulation.job.sync_groups(learner.world).of(learner.rank)
@@ -314,11 +316,11 @@ class _RecordedBatches(VirtualBatches):
             self._membership.num_drawn = max(self._membership.num_drawn, number + 1)
             return self.load(number)
         self._learner.pass_last_barriers()
-        return None  # the learner then waits for the turn in which it got no more
+        return None  # the learner then waits for the turn in which it received no further mini-batch
 
 
 class ReplayEngine(VirtualEngine):
-    """Runs again the learners whose record is in `scripts`: for each membership, by rank."""
+    """Replays the learners whose record is in `scripts`, which contains the scripts of each membership by rank."""
 
     def __init__(
         self,
@@ -329,7 +331,7 @@ class ReplayEngine(VirtualEngine):
     ) -> None:
         self._scripts, self._place, self._num_gradients = scripts, 0, 0
         self.watch: Callable[[Moment], bool] | None = None
-        """Called with each gradient; the replay stops where it returns True."""
+        """Function that is called with each gradient. The replay stops when the function returns True."""
         faults = tuple(fault for fault in job.faults if isinstance(fault, NotFinite))
         shares = job.batch_shares
         if shares == "auto":
@@ -344,7 +346,7 @@ class ReplayEngine(VirtualEngine):
         return learner
 
     def _look(self, learner: ReplayedLearner, loss: float) -> None:
-        """Let `watch` look at a gradient. Raises ReplayStopped if it has seen enough."""
+        """Call `watch` with a gradient. Raises `ReplayStopped` if `watch` returns True."""
         self._num_gradients += 1
         if self.watch is None:
             return
@@ -367,7 +369,7 @@ class ReplayEngine(VirtualEngine):
             raise ReplayStopped
 
     def _wait_for(self, event: simpy.Event) -> None:
-        """Wait for an event, or until all have done what the record has of this membership."""
+        """Wait for an event, or until all learners have replayed the record of this membership."""
         try:
             super()._wait_for(event)
         except Deadlock:
@@ -379,7 +381,7 @@ class ReplayEngine(VirtualEngine):
             super()._wait_for(event)
 
     def _stuck(self) -> ReplayError:
-        """The error of a replay that has done what the record has, although the run has not ended."""
+        """Return the error for a replay that has reached the end of the record although the run has not ended."""
         learners = cast(list[ReplayedLearner], self._current.learners)
         held = [str(each.life.name) for each in learners if not each.given.turns_left.are_over]
         done = sum(each.statistics.num_claimed for each in learners)
@@ -394,7 +396,7 @@ class ReplayEngine(VirtualEngine):
         )
 
     def _end(self, members: Sequence[int]) -> None:
-        """End the membership, after which `members` continue."""
+        """End the membership. `members` continue in the next one."""
         for life in self._current.lives:
             if life.name not in members:
                 life.death = "was lost"

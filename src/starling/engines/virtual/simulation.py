@@ -1,4 +1,4 @@
-"""One virtual run: its clock, its events, all learners that ever lived in it, and the faults injected into them."""
+"""One virtual run: its clock, its events, all learners that ever existed in it, and the injected faults."""
 
 import hashlib
 import struct
@@ -20,13 +20,13 @@ from starling.training.succession import Life
 
 @dataclass(kw_only=True)
 class VirtualLife(Life):
-    """A learner's life on the simulated clock."""
+    """The life of a learner on the simulated clock."""
 
     times: ComputeTimes
     still_until: float = 0.0
-    """The simulated second until which the learner is paused."""
+    """Time on the simulated clock, in seconds, until which the learner is paused."""
     death: str = ""
-    """Reason why the learner is dead; empty while it lives."""
+    """Reason of the learner's death; empty while it lives."""
 
     @property
     def is_dead(self) -> bool:
@@ -44,46 +44,46 @@ class VirtualLoss:
 
 
 class Affected(Protocol):
-    """The learners of the present membership, as faults affect them."""
+    """The interface through which faults affect the learners of the present membership."""
 
     membership: Membership
 
     def heal(self) -> None:
-        """A network partition has ended."""
+        """Resume the communication that a network partition blocked, after the partition has ended."""
 
     def end_of(self, life: VirtualLife) -> None:
-        """A learner has died: end all that it does."""
+        """End all activities of a learner that has died."""
 
     def leave(self, reason: str) -> None:
-        """The membership is over."""
+        """End the membership."""
 
 
 class Simulation:
     """The state that all memberships of a virtual run share. It injects the job's faults, and acts as the launcher: it
     notices deaths and joiners.
 
-    The store and the launcher are on the side of a network partition that the fault does not name.
+    In a network partition, the store and the launcher are on the side that the fault does not name.
     """
 
     present: Affected
-    """Present membership, which the engine sets whenever one begins."""
+    """Present membership. The engine sets it whenever a membership begins."""
 
     def __init__(
         self, job: Job, cluster: Cluster, times: Callable[[int], ComputeTimes] | None, ranks_per_learner: int
     ) -> None:
         self.job, self.cluster = job, cluster
         self.ranks_per_learner = ranks_per_learner
-        """Number of ranks of an island with mini-batches of their own that each learner simulates; 1 without
+        """Number of ranks with separate mini-batches that each simulated learner, an island, represents; 1 without
         islands."""
         self.environment = simpy.Environment()
         self.loader = Loader(job.workload, job.num_workers)
         self.lives: dict[int, VirtualLife] = {}
-        """Lives of the learners by name; a restarted learner has a new life."""
+        """Lives of the learners by name. A restarted learner has a new life."""
         self.losses: list[VirtualLoss] = []
         self.num_events = 0
         self.event_hash = hashlib.sha256()
         self._times = times or partial(ComputeTimes, cluster.compute, job.seed)
-        self._cut_off: dict[int, float] = {}  # by name, until when
+        self._cut_off: dict[int, float] = {}  # end of the partition for each learner that is cut off, by name
         for fault in job.faults:
             if not isinstance(fault, NotFinite) and fault.at_seconds is not None:
                 self._after(fault.at_seconds, partial(self.inject, fault))
@@ -102,24 +102,25 @@ class Simulation:
                 self.inject(fault)
 
     def begin_life(self, name: int) -> VirtualLife:
-        """Start or restart a learner; only the learners that begin with the run suffer injected faults of their own."""
+        """Start or restart a learner. Faults that are injected into single learners affect only the learners that begin
+        with the run."""
         self.lives[name] = VirtualLife.begin(self.job, name, is_new=self.now > 0.0, times=self._times(name))
         return self.lives[name]
 
     def living(self) -> tuple[int, ...]:
-        """The names of the living learners, in order."""
+        """Return the names of the living learners, in order."""
         return tuple(sorted(name for name, life in self.lives.items() if not life.is_dead))
 
     def apart(self, names: Sequence[int]) -> bool:
-        """Whether a network partition separates some of these learners."""
+        """Return whether a network partition separates some of these learners from each other."""
         return len({self._cut_off.get(name, 0.0) > self.now for name in names}) > 1
 
     def seconds_cut_off(self, life: VirtualLife) -> float:
-        """Seconds until the store hears from a learner again."""
+        """Return the seconds until the store receives messages from a learner again."""
         return max(0.0, self._cut_off.get(life.name, 0.0) - self.now)
 
     def seconds_out_of_reach(self, life: VirtualLife) -> float:
-        """Seconds until a learner hears anything again."""
+        """Return the seconds until a learner receives messages again."""
         return max(self.seconds_cut_off(life), life.still_until - self.now)
 
     def inject(self, fault: Fault) -> None:
@@ -131,7 +132,7 @@ class Simulation:
         elif (life := self.lives.get(fault.learner)) is not None and not life.is_dead:
             if isinstance(fault, Kill):
                 self._kill(life, "was killed on purpose")
-            elif isinstance(fault, Pause):  # if for too long, it is treated as killed
+            elif isinstance(fault, Pause):  # a learner that is paused for too long is treated as killed
                 life.still_until = max(life.still_until, self.now + fault.seconds)
                 self._end_if_silent(life, fault.seconds, "sent no heartbeat")
 
@@ -152,7 +153,7 @@ class Simulation:
         self._after(fault.seconds, lambda: self.present.heal())
 
     def _join(self, fault: Join) -> None:
-        if fault.join in self.present.membership.members:  # the others must first continue without it
+        if fault.join in self.present.membership.members:  # the other learners must first continue without it
             if self.lives[fault.join].is_dead:
                 self._after(self.cluster.watch.regroup, partial(self._join, fault))
         elif fault.join not in self.living():
@@ -164,8 +165,8 @@ class Simulation:
             self._after(silence, lambda: self._kill(life, f"{how} for {silence:g} s"))
 
     def _notice(self, life: VirtualLife, reason: str) -> None:
-        """Note that a learner has died or joined: the others leave this membership, unless it already reflects the
-        change."""
+        """Note that a learner has died or joined. The other learners leave this membership, unless the membership
+        already reflects the change."""
         if not self.living():
             raise PeerLost(f"all learners were lost; the last: {self.losses[-1].reason}")
         is_current = self.lives[life.name] is life

@@ -1,9 +1,9 @@
-"""Timing-only runs: the code of strategies on the simulated clock, with learners that hold no weights.
+"""Timing-only runs, which execute the code of strategies on the simulated clock with learners that hold no weights.
 
-A learner's replica and its gradients are replaced by ones that only count. Weights are sizes without numbers, so every
-message takes the time of its real size. The computed values have no influence on the times of events, so all times,
-claims, bytes, rounds and stalenesses are those of a run with real gradients on the same cluster with the same seed, as
-long as every gradient of that run is finite.
+A learner's replica and its gradients are replaced by objects that only count. Weights are sizes without values, so
+every message takes the time of its real size. The values of weights and gradients have no influence on the times of
+events. Therefore all times, claims, bytes, rounds and stalenesses equal those of a run with real gradients on the same
+cluster with the same seed, as long as every gradient of that run is finite.
 """
 
 from collections import Counter, defaultdict
@@ -37,22 +37,24 @@ BYTES_OF_A_WEIGHT = 4
 
 @dataclass(frozen=True)
 class TimingOutcome:
-    """How a timing-only run ended."""
+    """The outcome of a timing-only run."""
 
     seconds: float
     """Simulated time."""
     num_events: int
     event_hash: str
-    """SHA-256 over every event: time, learner and kind. The hash of a run with real gradients also covers the
+    """SHA-256 over the time, learner and kind of every event. The hash of a run with real gradients also covers the
     losses."""
     learners: tuple[EpochReport, ...]
-    """Report of each learner, by rank: its work, and how its time was spent. A timing-only run is one epoch."""
+    """Report of each learner, by rank. A report contains the learner's work and the use of its time. A timing-only run
+    is one epoch."""
     gradients_at: Mapping[int, Sequence[float]]
-    """Simulated seconds when each gradient was complete, by rank of the learners that computed any."""
+    """Simulated times, in seconds, at which each gradient was complete, by the rank of each learner that computed
+    any."""
 
     @property
     def num_gradients(self) -> int:
-        """Number of gradients of all learners together."""
+        """Number of gradients that all learners together computed."""
         return sum(learner.num_steps for learner in self.learners)
 
     @property
@@ -62,7 +64,7 @@ class TimingOutcome:
 
     @property
     def staleness(self) -> Counter[int]:
-        """Number of gradients by staleness, of all learners together."""
+        """Number of gradients of all learners together, by staleness."""
         return sum((learner.averaging.staleness for learner in self.learners), Counter())
 
 
@@ -83,24 +85,24 @@ def simulate_timing(
     """Run a strategy on the simulated cluster without computing gradients or holding weights.
 
     Args:
-        strategy: The strategy, whose code runs unchanged. It may look at sizes, but not at the weights' values.
-        options: The strategy's options; None uses its defaults.
+        strategy: The strategy, whose code runs unchanged. It may use the sizes of weights, but not their values.
+        options: The strategy's options. None means the strategy's defaults.
         world: The number of learners.
-        cluster: How long gradients and messages take.
-        num_bytes: The size of the model's float32 weights.
-        steps: The budget: mini-batches of all learners together.
-        seed: Seed of the compute times, the jitter and the topology.
-        stragglers: Injected slowness.
-        optimizer_vectors: Numbers that the optimizer keeps per weight: 0 for plain SGD, 1 for momentum, 2 for Adam.
-            Only `optimizer_state: averaged` sends it.
-        island: How the learners form islands.
+        cluster: The cluster, which determines the times of gradients and messages.
+        num_bytes: The size of the model's float32 weights in bytes.
+        steps: The budget, as the number of mini-batches of all learners together.
+        seed: The seed of the compute times, the jitter and the topology.
+        stragglers: The injected slowness of learners.
+        optimizer_vectors: The number of values that the optimizer keeps for each weight: 0 for plain SGD, 1 for
+            momentum, 2 for Adam. Only `optimizer_state: averaged` sends them.
+        island: The islands that the learners form.
         traffic: The messages that the ranks of a tensor island send each other for one mini-batch.
 
     Raises:
-        ConfigError: `num_bytes` is no whole number of weights, or the options do not fit `world` learners.
+        ConfigError: `num_bytes` is not a whole number of weights, or the options do not fit `world` learners.
         Deadlock: No event is left while a learner waits.
 
-    A strategy that asks for the value of a weight gets torch's error about meta tensors.
+    If a strategy reads the value of a weight, torch raises its error about meta tensors.
     """
     if island.tensor > 1 and traffic is None:
         raise ConfigError(
@@ -131,7 +133,7 @@ def simulate_timing(
 
 
 class _Unloaded(Workload[Examples]):
-    """One epoch of mini-batches that hold nothing."""
+    """A workload with one epoch of empty mini-batches."""
 
     def __init__(self, steps: int, traffic: Traffic | None) -> None:
         self._steps, self.traffic = max(1, steps), traffic
@@ -150,14 +152,15 @@ class _Unloaded(Workload[Examples]):
 
 
 class _Counting(Computation, Observer):
-    """A computation and observer: replicas that count, gradients that are only sizes, and the reports of learners."""
+    """A computation and observer with replicas that only count and gradients that are only sizes. It collects the
+    reports of learners."""
 
     holds_weights = False
 
     def __init__(self, num_weights: int, optimizer_vectors: int) -> None:
         self._num_weights, self._optimizer_vectors = num_weights, optimizer_vectors
         self.gradients_at: dict[int, list[float]] = {}
-        """Times when the gradients of each learner were complete."""
+        """Times at which the gradients of each learner were complete."""
         self.reports: dict[int, EpochReport] = {}
         """Report of each learner."""
 
@@ -186,7 +189,7 @@ class _NoOptimizer(Optimizer):
 
 
 class _CountingReplica(Replica):
-    """A replica that counts the changes made to weights that it does not hold."""
+    """A replica that holds no weights and only counts changes to them."""
 
     def __init__(self, num_weights: int, optimizer_vectors: int) -> None:
         super().__init__(vector(num_weights), vector(num_weights), [], _NoOptimizer, None)
@@ -210,17 +213,17 @@ _OF_TWO = ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", 
 
 
 class Sizes(Tensor):
-    """A tensor without numbers, on whatever device a strategy wants it.
+    """A tensor without values, on any device that a strategy requests.
 
-    The usual operations on vectors are implemented here: torch's own meta tensors, which handle everything else, take a
-    hundred times as long for an addition. The result of an operation may be any vector of its size, because no two
-    differ.
+    The usual operations on vectors are implemented in this class, because torch's own meta tensors, which handle all
+    other operations, take a hundred times as long for an addition. The result of an operation may be any vector of the
+    right size, because all vectors of one size are equal.
     """
 
     _shape = cached_property[torch.Size](lambda self: Tensor.shape.__get__(self))  # type: ignore[attr-defined]
     _dtype = cached_property[torch.dtype](lambda self: Tensor.dtype.__get__(self))  # type: ignore[attr-defined]
     _length = cached_property[int](lambda self: self._shape[0] if len(self._shape) == 1 else -1)
-    """The length of a vector; -1 for anything else."""
+    """The length of a vector; -1 for a tensor that is not a vector."""
 
     @classmethod
     def __torch_function__(
@@ -259,8 +262,8 @@ class Sizes(Tensor):
     def __setitem__(self, where: Any, value: Any) -> None: ...
 
     def _with(self, other: Any = 0.0, *others: Any) -> Any:
-        """The vector that element-wise operations on this one and another, or a number, give; None if torch must
-        compute it."""
+        """Return the result of an element-wise operation on this vector and another vector or a number, or None if
+        torch must compute the result."""
         fits = isinstance(other, int | float) or (
             isinstance(other, Sizes) and other._length == self._length and other._dtype is self._dtype
         )
@@ -268,7 +271,7 @@ class Sizes(Tensor):
 
 
 def vector(length: int, dtype: torch.dtype = torch.float32) -> Sizes:
-    """A new vector that shares its identity with no other."""
+    """Return a new vector, which is a separate object."""
     return torch.empty(length, dtype=dtype, device=_META).as_subclass(Sizes)
 
 

@@ -1,1 +1,1 @@
-"""The building blocks of methods, each with one meaning and tests of its own."""
+"""The building blocks of strategies. Each has one meaning and separate tests."""

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DROPPED = ("k", "encoder")
-"""Attributes that are dropped with a membership: a round under way is left out. The next membership counts rounds from
-0, and the memory of encodings begins again with it, as it does after a resume."""
+"""Attributes that are dropped with a membership. A round that is under way is left out. The next membership counts
+rounds from 0, and the memory of encodings starts again, as it does after a resume."""
 
 
 class Choco(Config):
@@ -38,7 +38,7 @@ class Choco(Config):
     choco: Differences
     """Encoding of the changes."""
     consensus_rate: float = Field(default=1.0, gt=0.0, le=1.0)
-    """gamma, the share of a round's change that is applied."""
+    """gamma, the fraction of a round's change that is applied."""
 
 
 Compressed = Literal["none", "bfloat16"] | Differences | Choco
@@ -49,15 +49,15 @@ class RoundOptions(Config):
     """The options of every strategy that makes rounds in the background."""
 
     period: float = Field(default=1.0, gt=0.0)
-    """Number of gradients that a learner computes before it opens the next averaging round; below 1, there are several
-    rounds per gradient."""
+    """Number of gradients that a learner computes before it opens the next averaging round. A value below 1 gives
+    several rounds for each gradient."""
     max_lag: float | None = Field(default=None, ge=1.0)
     """A learner that has computed this many gradients since its last completed round waits for the round under way.
     None uses twice the period, but at least 2, so that a round can always overlap with a gradient."""
 
     @property
     def lag(self) -> float:
-        """`max_lag`, or its default."""
+        """The value of `max_lag`, or its default."""
         return max(2.0, 2.0 * self.period) if self.max_lag is None else self.max_lag
 
 
@@ -69,18 +69,18 @@ class BackgroundOptions(MixingOptions, RoundOptions):
     }
     pattern: Pattern = "random"
     compression: Compressed = "none"
-    """How weights are encoded for sending, with error feedback; int8, int4, top_k and `choco` encode their changes
-    instead, between fixed neighbours."""
+    """How weights are encoded for sending, with error feedback. `int8`, `int4`, `top_k` and `choco` encode the changes
+    of weights instead, and need fixed neighbours."""
 
 
 class StaleOptions(BackgroundOptions):
     """The options of strategies whose learners step alone."""
 
     scale_by_staleness: bool = False
-    """Divide the learning rate of a step by the staleness of its gradient, if that is above 1."""
+    """Whether the learning rate of a step is divided by the staleness of its gradient if the staleness is above 1."""
     staleness: Staleness = "none"
-    """How gradients are corrected for the changes that averaging has made since they were begun: `none`, `gap-aware`,
-    or `delay_compensation`."""
+    """How gradients are corrected for the changes that averaging has made since the gradient began: `none`,
+    `gap-aware`, or `delay_compensation`."""
 
 
 def check_background(options: BackgroundOptions, world: int) -> None:
@@ -92,7 +92,7 @@ def check_background(options: BackgroundOptions, world: int) -> None:
 
 
 def encoder_of(compression: Compressed, weights: Tensor, pieces: Sequence[slice]) -> Encoder:
-    """The encoder that an option requests for pieces of the weights, each of which it encodes once in a round."""
+    """Return the encoder that an option requests for pieces of the weights. It encodes each piece once in a round."""
     if compression == "none":
         return Encoder()
     if compression == "bfloat16":
@@ -102,7 +102,7 @@ def encoder_of(compression: Compressed, weights: Tensor, pieces: Sequence[slice]
 
 
 def unchanged(delta: Tensor, piece: slice) -> Tensor:
-    """The change that averaging makes, unchanged: a round adds nothing else."""
+    """Return the change that averaging makes, without modifying it."""
     return delta
 
 
@@ -111,8 +111,9 @@ async def average_in_rounds(
 ) -> None:
     """Average with neighbours in each round: W <- W T_k in round k, piece by piece.
 
-    `change` turns the change that averaging makes to a piece, sum_j T_jl (w_j - w_l), into the change that is added to
-    my weights. A step made meanwhile stays in them. Each piece is on its way before the previous one is awaited.
+    `change` converts the change that averaging makes to a piece, sum_j T_jl (w_j - w_l), into the change that is added
+    to my weights. A step that is made in the meantime is preserved. Each piece is sent before the previous piece is
+    awaited.
     """
     topology, pieces = find_topology(options.pattern, me.world, me.seed), options.pieces(me)
     encoder = encoder_of(options.compression, me.weights, pieces)

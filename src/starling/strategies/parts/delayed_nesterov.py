@@ -1,4 +1,4 @@
-"""The optimizer of an asynchronous server of weights: Nesterov's momentum that waits for several pushes."""
+"""The optimizer of an asynchronous server of weights, which applies Nesterov's momentum only after several pushes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from torch import nn
 
 
 class Loans:
-    """The copies of theta that a server has lent to workers and not got back, by number: each is for one push.
+    """The numbered copies of theta that a server has lent to workers and for which it has received no push. Each copy
+    is for one push.
 
     A worker whose membership has ended cannot know whether its last push has arrived. It pushes again, and the server
-    takes it only if that copy is still out. The numbers are kept by the server's optimizer, so that a checkpoint has
-    the numbers after the same push as theta. The ages are for statistics.
+    applies the push only if that copy is still lent. The server's optimizer keeps the numbers, so that a checkpoint
+    contains the numbers and theta after the same push. The ages are for statistics.
     """
 
     DROPPED = ("_optimizer", "_ages")
@@ -27,12 +28,13 @@ class Loans:
         self._ages: dict[int, int] = {}
 
     def optimizer(self, parameters: list[nn.Parameter]) -> DelayedNesterov:
-        """A new optimizer of the server, for these parameters."""
+        """Return a new optimizer of the server for these parameters."""
         self._optimizer = DelayedNesterov(parameters, *self._settings)
         return self._optimizer
 
     def lend(self, number: int, age: int) -> int:
-        """The number of a copy of this age for a worker: that of the copy it has, unless it has pushed since."""
+        """Return the number of a copy of this age for a worker. It is the number of the copy that the worker already
+        has, unless the worker has pushed since it received that copy."""
         group = self._optimizer.param_groups[0]
         if number not in group["out"]:
             number = group["num_loans"] + 1
@@ -79,7 +81,7 @@ class DelayedNesterov(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Take one push."""
+        """Apply one push."""
         for group in self.param_groups:
             group["num_pushes"] += 1
             group["out"] = tuple(each for each in group["out"] if each != self.loan)
@@ -88,21 +90,22 @@ class DelayedNesterov(torch.optim.Optimizer):
                     self._push(parameter, parameter.grad, group["num_pushes"] % self._delay == 0)
 
     def fork(self, parameters: list[nn.Parameter]) -> DelayedNesterov:
-        """The optimizer of a copy of the shard at a checkpoint barrier, which takes the pushes from before the
+        """Return the optimizer of a copy of the shard at a checkpoint barrier. It applies the pushes from before the
         barrier."""
         fork = DelayedNesterov(parameters, self._rate, self._momentum, self._delay, self._spread)
         fork.load_state_dict(copy.deepcopy(self.state_dict()))
         return fork
 
     def step_as(self, other: DelayedNesterov) -> None:
-        """Take the push that `other` has just taken."""
+        """Apply the push that `other` has just applied."""
         self.loan = other.loan
         for group in self.param_groups:
             _lend_up_to(group, self.loan)
         self.step()
 
     def catch_up(self, other: DelayedNesterov) -> None:
-        """Record all loans of `other`; loans that later pushes have paid back there are still out here."""
+        """Record all loans of `other`. Loans that later pushes have paid back in `other` are still open in this
+        optimizer."""
         for group, its in zip(self.param_groups, other.param_groups, strict=True):
             _lend_up_to(group, its["num_loans"])
 

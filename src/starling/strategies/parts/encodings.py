@@ -1,5 +1,5 @@
-"""Lossy encodings of vectors for sending, and the ways in which encoded vectors become a mean: from each to all,
-through owners of chunks, or as factors."""
+"""Lossy encodings of vectors for sending, and the ways in which the mean of encoded vectors is computed: each learner
+sends to all others, through owners of chunks, or with low-rank factors."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ WIDE_BLOCK = 4096
 
 
 class Encoding(Protocol):
-    """Turns a float32 vector `[n]` into bytes, and bytes into a vector near it."""
+    """Converts a float32 vector `[n]` to bytes, and the bytes to an approximation of the vector."""
 
     def num_bytes(self, size: int) -> int:
-        """The number of bytes of an encoded vector `[size]`."""
+        """Return the number of bytes of an encoded vector `[size]`."""
 
     def encode(self, vector: Tensor) -> Tensor:
-        """The bytes `[num_bytes(n)]` of a vector `[n]`, uint8."""
+        """Return the encoded vector `[n]` as bytes `[num_bytes(n)]`, uint8."""
 
     def decode(self, encoded: Tensor, size: int) -> Tensor:
-        """The vector `[size]` that the receivers of `encoded` use."""
+        """Return the vector `[size]` that the receivers of `encoded` use."""
 
 
 class Bfloat16(Encoding):
@@ -88,8 +88,8 @@ class Integers(Encoding):
 
 
 class Largest(Encoding):
-    """Encodes the k = max(1, round(fraction n)) numbers of largest magnitude with their places, in 8 k bytes; all
-    others are 0."""
+    """Encodes the k = max(1, round(fraction n)) numbers of largest magnitude, with their positions, in 8 k bytes. All
+    other numbers become 0."""
 
     def __init__(self, fraction: float) -> None:
         self._fraction = fraction
@@ -118,7 +118,7 @@ class CoarseLargest(Encoding):
 
         s = max |v| / 3,  q = the nearest of -3, -1, 1, 3 to v / s,  decoded: s q
 
-    A number that is 0 is not sent: the largest takes its place in the message.
+    A number that is 0 is not sent. The largest number takes its place in the message.
     """
 
     def __init__(self, fraction: float) -> None:
@@ -147,7 +147,8 @@ class CoarseLargest(Encoding):
         return torch.cat(decoded)
 
     def _parts(self, size: int) -> list[tuple[int, int, int]]:
-        """The rows of equal width, as (rows, width, numbers sent of each): the whole blocks, then the remainder."""
+        """Return the groups of rows of equal width, as (rows, width, numbers sent of each row). The whole blocks come
+        first, and then the remainder."""
         shapes = ((size // WIDE_BLOCK, WIDE_BLOCK), (1, size % WIDE_BLOCK))
         return [(rows, width, max(1, round(self._fraction * width))) for rows, width in shapes if rows and width]
 
@@ -170,14 +171,14 @@ def _blocks(size: int) -> int:
 
 
 class GatheredMean:
-    """A mean of sparse vectors: each learner sends its vector to all others, and all add them up.
+    """A mean of sparse vectors. Each learner sends its vector to all others, and every learner adds all vectors.
 
     Equation, for L learners, with v_l learner l's vector, e_l its residual and C the encoding::
 
         q_l = C(v_l + e_l),  e_l <- v_l + e_l - q_l,  mean = (1/L) sum_l q_l
 
-    Every number that any learner has sent is in the mean, as it was sent. Each learner sends L - 1 times its message,
-    and all add in rank order, so that their results are bit-identical.
+    Every number that any learner has sent enters the mean as it was sent. Each learner sends its message L - 1 times.
+    All learners add in rank order, so their results are bit-identical.
 
     References:
         Aji & Heafield 2017, "Sparse Communication for Distributed Gradient Descent", EMNLP, arXiv 1704.05021.
@@ -186,7 +187,7 @@ class GatheredMean:
     """
 
     def __init__(self, me: Learner, encoding: Encoding, total: Tensor, left: Tensor) -> None:
-        """Encode `total`, v_l + e_l `[n]`; the part of it that is not sent is written to `left` `[n]`."""
+        """Encode `total`, which is v_l + e_l `[n]`. The part of `total` that is not sent is written to `left` `[n]`."""
         self._me, self._encoding, self._total = me, encoding, total
         if total.is_meta:
             sent = total.new_empty(encoding.num_bytes(len(total)), dtype=torch.uint8)
@@ -206,16 +207,17 @@ class GatheredMean:
 
 
 class OwnersMean(EncodedMean):
-    """A mean in which each of L learners owns one of L equal chunks, gathers it and passes it on.
+    """A mean for which each of L learners owns one of L equal chunks. An owner gathers its chunk from all learners, and
+    sends the mean of the chunk to them.
 
     Equation, for the chunk of owner o, with v_l learner l's vector, e_l its residual and C the encoding::
 
         l to o:        q_l = C(v_l + e_l),  e_l <- v_l + e_l - q_l        for all l but o
         o to all:      s = (v_o + e_o + sum_l q_l) / L,  mean = C(s),  e_o <- L (s - mean)
 
-    The owner adds its own vector exactly. The part of the mean that it does not pass on is L times as large in terms of
-    a vector, and becomes a part of its own vector in the next mean. All add in rank order, so their results are
-    bit-identical. Each learner sends 2 (L - 1) times the bytes of a chunk.
+    The owner adds its own vector exactly. The part of the mean that it does not send is multiplied by L, which makes it
+    comparable with a vector, and is added to the owner's vector in the next mean. All learners add in rank order, so
+    their results are bit-identical. Each learner sends 2 (L - 1) times the bytes of a chunk.
 
     References:
         Seide et al. 2014, "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training
@@ -225,7 +227,8 @@ class OwnersMean(EncodedMean):
     """
 
     def __init__(self, me: Learner, encoding: Encoding, total: Tensor, left: Tensor) -> None:
-        """Prepare the mean of `total`, v_l + e_l `[n]`; the part of it that is not sent is written to `left` `[n]`."""
+        """Prepare the mean of `total`, which is v_l + e_l `[n]`. The part of `total` that is not sent is written to
+        `left` `[n]`."""
         self.vector = total
         self._rank, self._encoding, self._left = me.rank, encoding, left
         self._chunk = -(-len(total) // me.world)
@@ -265,16 +268,17 @@ class OwnersMean(EncodedMean):
 class LowRankMeans:
     """Means in which each matrix is the product of two thin factors.
 
-    Equation, for a matrix M_l `[n, m]` of learner l (a parameter of at least two dimensions, the first against all
-    others), with e_l its residual and Q `[m, r]` the last second factor, initially random and the same on all::
+    Equation, for a matrix M_l `[n, m]` of learner l (a parameter of at least two dimensions, of which the first gives
+    the rows and all others the columns), with e_l its residual and Q `[m, r]` the second factor of the previous mean,
+    which is initially random and the same on all learners::
 
         M_l <- M_l + e_l
         P <- orthogonalise((1/L) sum_l M_l Q)
         Q_l <- M_l^T P,  e_l <- M_l - P Q_l^T
         Q <- (1/L) sum_l Q_l,  mean = P Q^T
 
-    This is one step of subspace iteration towards the r largest singular vectors of the mean. Matrices that two factors
-    would not make smaller, and vectors, are averaged as they are.
+    This is one step of subspace iteration towards the r largest singular vectors of the mean. Vectors, and matrices
+    that two factors would not make smaller, are averaged without encoding.
 
     References:
         Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
@@ -304,8 +308,8 @@ class LowRankMeans:
         self._basis = me.strategy_state("basis", random.to(me.weights.device))
 
     async def mean(self, vector: Tensor, total: Tensor, left: Tensor) -> Tensor:
-        """The mean of vectors `[P]`; `total` is `vector` plus e_l, and the part of it that is not sent is written to
-        `left`."""
+        """Return the mean of the vectors `[P]`. `total` is `vector` plus e_l, and the part of `total` that is not sent
+        is written to `left`."""
         matrices = [total[place].view(rows, columns) for place, rows, columns in self._matrices]
         others = [vector[piece] for piece in self._others]
         bases = self._split(self._basis, [columns for _, _, columns in self._matrices])
@@ -327,6 +331,6 @@ class LowRankMeans:
         return mean
 
     def _split(self, vector: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """Matrices `[size, r]` that are views of a vector's beginning."""
+        """Return matrices `[size, r]` that are consecutive views into the beginning of a vector."""
         numbers = [size * self._rank for size in sizes]
         return [each.view(-1, self._rank) for each in torch.split(vector[: sum(numbers)], numbers)]

@@ -1,4 +1,4 @@
-"""The steps between two agreements, and fragments of the weights that are averaged meanwhile."""
+"""The steps between two agreements, and fragments of the weights that are averaged during these steps."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
 
 class LocalSteps:
-    """The steps of a learner that agrees with the others after every H-th: x_l <- x_l - a g_l(x_l).
+    """The steps of a learner that agrees with the others after every H-th step: x_l <- x_l - a g_l(x_l).
 
     All learners count the same steps from the beginning of the run. A checkpoint between two agreements includes the
-    count; after a loss, all learners continue with the count of the one that is furthest. The next membership first
-    completes an agreement that a loss interrupted.
+    count. After a loss, all learners continue with the count of the most advanced learner. If a loss interrupted an
+    agreement, the next membership first completes it.
     """
 
     DROPPED = ("_is_agreeing",)
-    """Attribute that is dropped with a membership: whether the caller has agreed since this membership began. The state
-    that it agreed on is counted."""
+    """Attribute that is dropped with a membership. It says whether the caller has agreed since this membership began.
+    The state on which the caller agreed is counted."""
 
     def __init__(self, me: Learner, every: int) -> None:
         import torch
@@ -35,7 +35,7 @@ class LocalSteps:
 
     @property
     def num(self) -> int:
-        """The number of steps made alone."""
+        """The number of steps that the learner has made alone."""
         return int(self._num) - self._num_together
 
     async def together(self, num_steps: int) -> None:
@@ -58,8 +58,8 @@ class LocalSteps:
             self._agreed_after.copy_(self._num)
 
     async def alone(self) -> bool:
-        """Make the steps up to the next agreement: H, or fewer at the end of the budget. Returns False if none is
-        due."""
+        """Make the steps up to the next agreement, which are H steps, or fewer at the end of the budget. Returns False
+        if no agreement is due."""
         me = self._me
         if self._is_agreeing:  # the caller has agreed
             self._agreed_after.copy_(self._num)
@@ -80,10 +80,10 @@ class Travelling:
     """The fragment of the weights that is being averaged, and its weights at departure.
 
     Fragment n of N departs after the steps n H / N, n H / N + H, …, and arrives tau <= H / N steps later, so at most
-    one is under way. A learner keeps x, its weights at departure, and not the encoded message: x also makes sense for a
-    learner that is left alone, and encodes nothing. In a new membership, or after a resume, the mean is started again
-    from the same x. A learner that has not sent this fragment, because it has joined or continues with the step count
-    of another, sends its present weights.
+    one fragment is under way. A learner keeps x, its weights at departure, instead of the encoded message, because a
+    learner that is left alone, and encodes nothing, can also use x. In a new membership, or after a resume, the mean is
+    started again from the same x. A learner that has not sent this fragment, because it has joined or continues with
+    the step count of another learner, sends its present weights.
     """
 
     def __init__(self, me: Learner, num_fragments: int, every: int, steps_on_the_way: int) -> None:
@@ -96,11 +96,12 @@ class Travelling:
         self._under_way: tuple[slice, Awaitable[Tensor]] | None = None
 
     def x(self, fragment: slice) -> Tensor:
-        """This learner's weights `[n]` at the time when a fragment departed."""
+        """Return this learner's weights `[n]` at the time when a fragment departed."""
         return self._x[fragment]
 
     def depart(self, num_steps: int, mean: Callable[[slice, Tensor], Awaitable[Tensor]]) -> None:
-        """Start the `mean` of the fragment that departs after `num_steps`, or that should be under way then."""
+        """Start the `mean` of the fragment that departs after `num_steps`, or that should be under way at that
+        time."""
         if self._under_way is not None:
             return
         for number, fragment in enumerate(self.fragments, 1):
@@ -114,8 +115,8 @@ class Travelling:
             self._under_way = fragment, mean(fragment, self._x[fragment])
 
     async def arrival(self, num_steps: int | None = None) -> tuple[slice, Tensor] | None:
-        """The fragment that arrives after `num_steps` with its mean, or None; without `num_steps`, the fragment under
-        way."""
+        """Return the fragment that arrives after `num_steps`, with its mean, or None if no fragment arrives. Without
+        `num_steps`, return the fragment that is under way."""
         if self._under_way is None or (num_steps is not None and num_steps - int(self._sent_at) < self._tau):
             return None
         (fragment, mean), self._under_way = self._under_way, None

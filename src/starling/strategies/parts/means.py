@@ -1,4 +1,4 @@
-"""Means of vectors over all learners: as they are, or encoded, with error feedback."""
+"""Means of vectors over all learners. Vectors are sent unchanged, or encoded with error feedback."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ class LowRank(Config):
 
 
 Encoded = Literal["none", "bfloat16", "int8", "int4", "int2"] | TopK
-"""Encoding of vectors for sending; the error of an encoding is added to the next message."""
+"""Encoding of vectors for sending. The error of an encoding is added to the next message."""
 Compression = Encoded | LowRank
 """Encoding of vectors for sending, or factors of matrices."""
 
 
 def is_compressed(options: Config) -> bool:
-    """Whether a strategy with these options sends anything encoded."""
+    """Return whether a strategy with these options sends anything encoded."""
     return getattr(options, "compression", "none") != "none"
 
 
 def find_encoding(compression: Encoded) -> Encoding | None:
-    """The encoding that an option names; None if numbers travel as they are."""
+    """Return the encoding that an option names, or None if numbers are sent unchanged."""
     from starling.strategies.parts.encodings import Bfloat16, CoarseLargest, Integers, Largest
 
     if isinstance(compression, TopK):
@@ -61,10 +61,10 @@ def find_encoding(compression: Encoded) -> Encoding | None:
 class Means:
     """The means of a strategy's vectors `[P]`, or of pieces of them.
 
-    With compression, a vector travels encoded, and the error of the encoding is kept in a `Residual` for each piece:
-    numbers of few bits through owners (`OwnersMean`), the largest numbers from each learner to all (`GatheredMean`),
-    matrices as two factors (`LowRankMeans`). A mean that is not finite leaves the residuals as they were, because its
-    mini-batches are left out. A learner alone encodes nothing.
+    With compression, a vector is sent encoded, and the error of the encoding is kept in a `Residual` for each piece.
+    Numbers of few bits are sent through owners (`OwnersMean`), the largest numbers from each learner to all others
+    (`GatheredMean`), and matrices as two factors (`LowRankMeans`). A mean that is not finite leaves the residuals
+    unchanged, because its mini-batches are left out. A learner that is alone encodes nothing.
     """
 
     def __init__(
@@ -87,8 +87,9 @@ class Means:
                 self._residuals[piece.start] = Residual(me, piece, feedback, self._factors is None)
 
     def start(self, of: Tensor | Handle[Tensor], piece: slice | None = None) -> Awaitable[Tensor]:
-        """Start averaging a vector `[P]`, or the `piece` of one. If the vector travels encoded, a gradient is completed
-        first, and the mean is -0.0 where no learner has sent anything, as for parameters without a gradient."""
+        """Start averaging a vector `[P]`, or a `piece` of a vector. If the vector is sent encoded, a gradient is
+        completed first, and the mean is -0.0 where no learner has sent anything, as for parameters without a
+        gradient."""
         if not self.are_encoded:
             return self._me.mean(of)
         if isinstance(of, Handle):
@@ -108,19 +109,19 @@ class Means:
 class Residual:
     """The error feedback of one learner for a piece of its vectors: e `[n]`, float32.
 
-    Equation, for mean k of vectors v, with q what the learner sends, and beta = `feedback`::
+    Equation, for mean k of vectors v, with q the vector that the learner sends, and beta = `feedback`::
 
         total = v + beta e_k,  e_(k+1) = total - q
 
     A residual always has the unit of one learner's vector. For a learner, it is the part of its own vectors that it has
-    not sent yet; for the owner of a chunk, L times the part of the mean that it has not returned yet. It therefore
-    means the same for any number of learners, and stays with its learner when the membership changes. A joiner starts
-    at 0, and the residual of a lost learner is lost.
+    not sent yet. For the owner of a chunk, it is L times the part of the mean that the owner has not returned yet. A
+    residual therefore has the same meaning for any number of learners, and stays with its learner when the membership
+    changes. A joiner starts at 0, and the residual of a lost learner is lost.
 
-    e_(k+1) is written when mean k is sent, beside e_k, and takes its place when the mean is used. Which of them is
-    current follows from the number of means used, which is common state: after a loss, all learners take it from the
-    one that is furthest. So a learner that sent its part of a mean, and lost a peer before it received that mean,
-    knows whether the others have used it.
+    e_(k+1) is written beside e_k when mean k is sent, and replaces e_k when the mean is used. The number of means used
+    determines which of the two is current. This number is common state: after a loss, all learners copy it from the
+    most advanced learner. A learner that sent its part of a mean, and lost a peer before it received that mean, thus
+    knows whether the other learners have used the mean.
     """
 
     def __init__(self, me: Learner, piece: slice, feedback: float, is_on_host: bool) -> None:
@@ -134,13 +135,13 @@ class Residual:
         self._feedback = feedback
 
     def added_to(self, vector: Tensor) -> Tensor:
-        """The sum of `vector` `[n]` and the residual, in new memory on the residual's device."""
+        """Return the sum of `vector` `[n]` and the residual, in new memory on the residual's device."""
         now = self._both[int(self._num_used) % 2]
         return vector.to(now.device, now.dtype).add(now, alpha=self._feedback)
 
     @property
     def following(self) -> Tensor:
-        """The place to which the residual `[n]` that follows from the mean under way is written."""
+        """The memory to which the residual `[n]` that follows from the mean under way is written."""
         return self._both[(int(self._num_used) + 1) % 2]
 
     def use(self) -> None:
@@ -149,7 +150,7 @@ class Residual:
 
 
 class _UnderWay:
-    """An encoded mean under way; when it is used, the residual changes."""
+    """An encoded mean under way. When the mean is used, the residual changes."""
 
     def __init__(self, me: Learner, mean: Awaitable[Tensor], residual: Residual) -> None:
         self._mean, self._residual, self._device = mean, residual, me.weights.device

@@ -1,5 +1,5 @@
-"""Averaging with neighbours in delta form: each learner adds a change to its weights, whatever has happened to them.
-With CHOCO, learners send the changes of their weights, and know each other's public copies."""
+"""Averaging with neighbours in delta form. Each learner adds a change to its weights, even if the weights have changed
+in the meantime. With CHOCO, learners send the changes of their weights, and know each other's public copies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Keep = Callable[[str, "Tensor"], "Tensor"]
-"""Returns, for a name and an initial value, the tensor in which an encoder keeps its memory."""
+"""Function that returns, given a name and an initial value, the tensor in which an encoder keeps its memory."""
 Pattern = Annotated[str, AfterValidator(check_pattern)]
 _CACHED_NUMBERS = 1 << 17
 """Number of values of which three vectors fit in a processor's cache."""
@@ -40,19 +40,19 @@ class MixingOptions(Config):
     """Largest size of the pieces in which weights are averaged; it keeps locks on them short and copies small."""
 
     def pieces(self, me: Learner) -> list[slice]:
-        """The pieces of the weights, and of the optimizer's state if it is averaged."""
+        """Return the pieces of the weights, and of the optimizer's state if it is averaged."""
         largest = max(1, int(self.piece_megabytes * 2**20) // me.weights.element_size())
         return list(me.optimizer.pieces(largest, self.optimizer_state == "averaged"))
 
 
 def kept_by(me: Learner) -> Keep:
-    """A function that keeps an encoder's memory in the learner's checkpoints; the memory begins again in each
+    """Return a function that keeps an encoder's memory in the learner's checkpoints. The memory starts again in each
     membership."""
     return lambda name, initial: me.strategy_state(name, initial, for_membership=True)
 
 
 def forgotten(name: str, initial: Tensor) -> Tensor:
-    """A memory that also begins again after a resume: for rounds with which no checkpoint is in step."""
+    """Return memory that also starts again after a resume. It is for rounds that checkpoints do not include."""
     return initial
 
 
@@ -62,20 +62,20 @@ def check_mixing(options: MixingOptions, world: int) -> None:
 
 
 def has_fixed_neighbours(topology: Topology) -> bool:
-    """Whether the neighbours are the same in each round."""
+    """Return whether the neighbours are the same in each round."""
     return topology.period == 1 or topology.world <= 2
 
 
 def averages_both_ways(topology: Topology) -> bool:
-    """Whether the neighbours are the same in each round, and mix each other with equal weights."""
+    """Return whether the neighbours are the same in each round, and mix each other with equal weights."""
     mixing = topology.matrix(0)
     return has_fixed_neighbours(topology) and bool(abs(mixing - mixing.T).max() <= 1e-9)
 
 
 class Encoder:
-    """Turns weights into messages, and messages into a change of the weights.
+    """Converts weights to messages, and messages to a change of the weights.
 
-    Here weights travel as they are, and the change of learner l's weights w_l is::
+    This class sends weights unchanged, and the change of learner l's weights w_l is::
 
         sum_j T_jl (w_j - w_l)
 
@@ -83,17 +83,18 @@ class Encoder:
     """
 
     def encode(self, mine: Tensor, piece: slice) -> Tensor:
-        """The message for a piece of my weights; `mine` becomes what its receivers decode."""
+        """Return the message for a piece of my weights. `mine` is set to the values that its receivers decode."""
         return mine
 
     def change(self, own: Tensor, theirs: Sequence[tuple[float, Tensor]], piece: slice) -> Tensor:
-        """The change of my weights, from my own message, decoded, and the messages of others, each with its T_jl."""
+        """Return the change of my weights, given my own decoded message and the messages of the others, each with its
+        T_jl."""
         return sum_of_differences(own, theirs)
 
 
 class Mixing:
-    """Averages one piece of my weights in round k, or `mine` in its place: sends it to my targets and receives those of
-    my sources."""
+    """Averages one piece of my weights, or `mine` in its place, in round k. It sends the piece to my targets and
+    receives the pieces of my sources."""
 
     def __init__(
         self, me: Learner, topology: Topology, k: int, piece: slice, encoder: Encoder, mine: Tensor | None = None
@@ -108,10 +109,11 @@ class Mixing:
         self._sending = [me.send(peer, sent, tag=k) for peer in topology.targets(k, me.rank)]
 
     async def delta(self) -> Tensor:
-        """The change to my weights: sum_j T_jl (theirs_j - mine), with T_jl the weight with which I mix learner j.
+        """Return the change to my weights, sum_j T_jl (theirs_j - mine), with T_jl the weight with which I mix learner
+        j.
 
-        Adding this change conserves the mean of all learners even if a gradient step changed the weights meanwhile;
-        writing the average itself would erase that step.
+        Adding this change conserves the mean of all learners even if a gradient step has changed the weights in the
+        meantime. Writing the average itself would erase that step.
         """
         own = self._mine
         del self._mine  # free the copy as early as possible: a strategy may keep this object
@@ -123,7 +125,7 @@ class Mixing:
 
 
 def sum_of_differences(own: Tensor, theirs: Sequence[tuple[float, Tensor]]) -> Tensor:
-    """sum_j T_jl (theirs_j - own)."""
+    """Return sum_j T_jl (theirs_j - own)."""
     import torch
 
     total = torch.empty_like(own) if theirs else torch.zeros_like(own)
@@ -141,14 +143,14 @@ def sum_of_differences(own: Tensor, theirs: Sequence[tuple[float, Tensor]]) -> T
 
 
 def _parts(vector: Tensor) -> list[slice]:
-    """Slices of a vector that fit in a processor's cache; on an accelerator, one slice."""
+    """Return slices of a vector that fit in a processor's cache, or one slice on an accelerator."""
     size = _CACHED_NUMBERS if vector.device.type == "cpu" else max(1, len(vector))
     return [slice(start, start + size) for start in range(0, len(vector), size)] or [slice(0)]
 
 
 def one_ahead(work: Iterable[T]) -> Iterator[T]:
-    """Yield the items of `work`, each after the next one has been created, so that the next piece is already under way
-    while one is awaited."""
+    """Yield the items of `work`, each after the next item has been created, so that the next piece is already under way
+    while a piece is awaited."""
     return (item for item, _ in pairwise(chain[Any](work, [None])))
 
 
@@ -162,7 +164,7 @@ def _is_no_choco(value: Any) -> Any:
 
 
 Rounded = Annotated[Literal["none", "bfloat16"], BeforeValidator(_is_no_choco)]
-"""How weights are rounded for sending; errors are fed back."""
+"""How weights are rounded for sending, with error feedback."""
 
 
 class RoundedOptions(MixingOptions):
@@ -173,7 +175,7 @@ class RoundedOptions(MixingOptions):
 
 
 class Rounding(Encoder):
-    """Sends weights as bfloat16, half of their bytes.
+    """Sends weights as bfloat16, which halves their bytes.
 
     Equation, for each piece w of the weights and its accumulated error e, initially 0::
 
@@ -203,18 +205,18 @@ class Rounding(Encoder):
 
 
 def rounding(me: Learner, options: RoundedOptions) -> Encoder:
-    """The encoder that these options ask for; its checkpoints are in step with its rounds."""
+    """Return the encoder that these options request. Its checkpoints are consistent with its rounds."""
     return Encoder() if options.compression == "none" else Rounding(me.weights, options.pieces(me), kept_by(me))
 
 
 Order = Literal["at-once", "adapt-first"]
-"""Whether neighbours average during the gradient, or after the step with it."""
+"""Whether neighbours average while the gradient is computed, or after the step with it."""
 
 
 class Gossip:
     """The averaging rounds of a learner, W <- W T_k in round k.
 
-    The number of rounds is part of a learner's checkpoint, and begins again in each membership.
+    The number of rounds is part of a learner's checkpoint, and starts again from 0 in each membership.
     """
 
     def __init__(
@@ -228,21 +230,21 @@ class Gossip:
 
     @property
     def num_rounds(self) -> int:
-        """The rounds that have begun in this membership."""
+        """The number of rounds that have begun in this membership."""
         return int(self._k)
 
     def start(self) -> Averaging:
-        """Start the next round of the weights as they are now."""
+        """Start the next round with the present weights."""
         self._k.add_(1)
         return Averaging(self._me, [(piece, self._of_piece(piece)) for piece in self._pieces])
 
     def start_mean(self) -> Averaging:
-        """Start the next round of the weights, as an exact mean of all learners in place of neighbours."""
+        """Start the next round of the weights as an exact mean over all learners instead of over neighbours."""
         self._k.add_(1)
         return Averaging(self._me, [(piece, _MeanOfAll(self._me, piece)) for piece in self._pieces])
 
     def start_beside(self, vector: Tensor) -> Averaging:
-        """Start averaging a vector `[P]`, beside the round of the weights that has just begun."""
+        """Start averaging a vector `[P]` in addition to the round of the weights that has just begun."""
         pieces = [piece for piece in self._pieces if piece.stop <= len(vector)]
         return Averaging(self._me, [(piece, self._of_piece(piece, vector[piece].clone())) for piece in pieces])
 
@@ -262,7 +264,7 @@ class Averaging:
             self._me.apply(await mixing.delta(), piece)
 
     async def changes(self) -> list[tuple[slice, Tensor]]:
-        """Wait for all pieces; return the change of each, which the caller adds."""
+        """Wait for all pieces, and return the change of each piece. The caller adds these changes."""
         return [(piece, await mixing.delta()) for piece, mixing in self._pieces]
 
 
@@ -274,7 +276,7 @@ class _MeanOfAll:
         self._mean = me.mean(self._mine)
 
     async def delta(self) -> Tensor:
-        """The change to my weights."""
+        """Return the change to my weights."""
         return await self._mean - self._mine
 
 
@@ -293,11 +295,11 @@ class PublicCopies(Encoder):
         d_l <- d_l + sum_j T_jl (q_j - q_l)
         x_l <- x_l + gamma d_l
 
-    so that d_l is the mixture of the public copies minus learner l's own. It is kept as a difference because a mixture
-    is rounded: learners with equal copies would add that rounding to their weights in each round.
+    so that d_l is the mixture of the public copies minus learner l's own copy. The difference is kept because a mixture
+    is rounded: learners with equal copies would add the rounding error to their weights in each round.
 
-    y and d belong to a membership. In its first round q is x, as float32: public copies begin equal to the weights. In
-    the paper they begin at 0.
+    y and d belong to a membership. In its first round q is x as float32, so that public copies begin equal to the
+    weights. In the paper they begin at 0.
 
     References:
         Koloskova et al. 2019, "Decentralized Stochastic Optimization and Gossip Algorithms with Compressed
@@ -314,7 +316,7 @@ class PublicCopies(Encoder):
         zeros = weights.new_zeros(pieces[-1].stop if pieces else 0)
         self._public = keep("public", zeros)
         self._differences = keep("differences", zeros.clone())
-        self._begun = keep("pieces begun", torch.zeros(1, dtype=torch.int64))  # pieces, which take turns
+        self._begun = keep("pieces begun", torch.zeros(1, dtype=torch.int64))  # number of pieces, which take turns
 
     def encode(self, mine: Tensor, piece: slice) -> Tensor:
         import torch

@@ -1,4 +1,5 @@
-"""A worker's side of servers: `Servers`, for gradients and weights, and `Centre`, for learners that step alone."""
+"""A worker's connections to servers: `Servers`, for gradients and weights, and `Centre`, for learners that step
+alone."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Servers:
-    """A worker's connection to all servers. All count from 0 in each membership."""
+    """A worker's connection to all servers. Workers and servers count from 0 in each membership."""
 
     DROPPED = ("ages", "most_finished", "_num_finished")
 
@@ -25,13 +26,13 @@ class Servers:
         self.pieces = options.pieces(len(me.weights))
         self._me, self._ranks = me, [options.server(s, me.world) for s in range(len(self.pieces))]
         self.ages = [0.0] * len(self.pieces)
-        """Number of each server's steps that are in this worker's weights."""
+        """Number of each server's steps that this worker's weights include."""
         self.most_finished = 0.0
-        """Largest number of mini-batches that a worker had reported to the first server at that time, if the server
-        tells it."""
+        """Largest number of mini-batches that any worker had reported to the first server when the server sent these
+        weights, if the server sends this number."""
         self._num_finished = 0.0
         self._like_age = torch.zeros(age_numbers, dtype=torch.float64)
-        self._like_weights = torch.empty(0, dtype=me.weights.dtype)  # host memory, as sent
+        self._like_weights = torch.empty(0, dtype=me.weights.dtype)  # in host memory, like messages
         self._arriving: dict[int, tuple[Handle[Tensor], Handle[Tensor]]] = {}
         self._sending: list[Handle[None]] = []
 
@@ -41,8 +42,8 @@ class Servers:
             self._ask(server)
 
     async def pull(self, in_turn: bool) -> None:
-        """Request the servers' weights, from one after another or from all at once, and overwrite this worker's weights
-        with them."""
+        """Request the servers' weights, from one server after another or from all at once, and overwrite this worker's
+        weights with them."""
         for server in range(len(self.pieces)):
             self._ask(server)
             if in_turn:
@@ -56,7 +57,7 @@ class Servers:
             self._me.replace(weights, self.pieces[server])
 
     async def weights(self) -> list[tuple[int, Tensor]]:
-        """Wait for the requested weights, if any; return each server's number and its piece `[n]`."""
+        """Wait for the requested weights, if any, and return each server's number and its piece `[n]`."""
         found = []
         for server, (age, weights) in self._arriving.items():
             self.ages[server], *rest = (await age).tolist()
@@ -69,8 +70,8 @@ class Servers:
     def push(self, gradient: Tensor | None, ages: Sequence[float], num_batches: int = 1) -> None:
         """Start sending each server its piece of a gradient `[P]`, which must not change before `settle` returns.
 
-        `ages` are the ages of the weights at which the gradient was taken. `gradient` is None if it was not finite, and
-        otherwise comes from `num_batches` mini-batches.
+        `ages` are the ages of the weights at which the gradient was computed. `gradient` is None if it was not finite,
+        and otherwise comes from `num_batches` mini-batches.
         """
         self._num_finished += num_batches
         for rank, piece, age in zip(self._ranks, self.pieces, ages, strict=True):
@@ -85,7 +86,7 @@ class Servers:
             self._report(rank, age)
 
     async def settle(self) -> None:
-        """Wait until everything sent to the servers has arrived."""
+        """Wait until all messages to the servers have arrived."""
         for sending in self._sending:
             await sending
         self._sending.clear()
@@ -104,13 +105,13 @@ class Servers:
 class Centre:
     """A worker's connection to servers that keep theta, for a learner that steps alone and pushes differences.
 
-    Differences that it has not pushed, or whose arrival is unknown, are part of its own state: it pushes them first in
-    its next membership. This state changes only together with the worker's weights, between two waits.
+    Differences that the worker has not pushed, or whose arrival is unknown, are part of its own state, and are pushed
+    first in its next membership. This state changes only together with the worker's weights, between two waits.
     """
 
     DROPPED = ("theta", "_num_pushed")
-    """Attributes that are dropped with a membership. A strategy that needs theta after the next wait keeps it. Speed is
-    counted from 0 again."""
+    """Attributes that are dropped with a membership. A strategy that needs theta after the next wait must keep theta
+    itself. Pushed steps, which determine the speed, are counted from 0 again."""
 
     def __init__(self, me: Learner, options: Served) -> None:
         import torch
@@ -122,7 +123,7 @@ class Centre:
         server's loan."""
         self._servers.ages = list(map(float, self._counts[2:].tolist()))
         self.theta = me.weights.new_zeros(len(me.weights))
-        """theta `[P]` as last pulled."""
+        """theta `[P]`, as it was last pulled."""
         self._num_pushed = 0
 
     @property
@@ -145,7 +146,8 @@ class Centre:
         self._counts[0] += 1
 
     def by_speed(self, every: int) -> int:
-        """The H of this worker: `every` for the fastest, and in proportion to the pushed steps for the others."""
+        """Return this worker's number of steps between two pushes. It is `every` for the fastest worker, and in
+        proportion to the pushed steps for the others."""
         most = self._servers.most_finished
         if min(most, self._num_pushed) <= 0:
             return every
@@ -156,7 +158,7 @@ class Centre:
         self._servers.ask()
 
     async def answer(self) -> Tensor:
-        """Wait for theta `[P]`, if it was requested; then everything that was sent before has arrived."""
+        """Wait for theta `[P]`, if it was requested. All messages that were sent earlier have then arrived."""
         found = await self._servers.weights()
         await self._servers.settle()
         for server, weights in found:
@@ -171,7 +173,7 @@ class Centre:
         return await self.answer()
 
     async def push(self, difference: Tensor) -> None:
-        """Send the servers a difference `[P]`; the worker then counts steps from 0 again."""
+        """Send the servers a difference `[P]`. The worker then counts steps from 0 again."""
         self._counts[1] += self._counts[0]
         self._counts[0] = 0
         await self.push_again(difference)
@@ -183,7 +185,7 @@ class Centre:
         await self._servers.settle()
 
     async def leave(self) -> Tensor:
-        """Report that this worker pushes no more; return the final theta `[P]`, once all workers have left."""
+        """Report that this worker makes no more pushes, and return the final theta `[P]` once all workers have left."""
         self._servers.leave()
         await self.answer()
         return await self.pull()
@@ -192,11 +194,11 @@ class Centre:
 async def connected(
     me: Learner, options: Served, rate: float = 1.0, momentum: float = 0.0, delay: int = 1, spread: float = 0.0
 ) -> Centre | None:
-    """Start the learner's server, if it runs one, with a `DelayedNesterov` of these constants; then return its
-    connection to all servers.
+    """Start the learner's server, if it runs one, with a `DelayedNesterov` that has these constants, and return the
+    learner's connection to all servers.
 
-    Returns None once a learner that computes nothing has served to the end, or a learner that begins alone, and
-    therefore needs no server, has made all steps.
+    A learner that computes no gradients serves to the end, and a learner that begins alone needs no server and makes
+    all steps; in both cases the result is then None.
     """
     from starling.strategies.parts.delayed_nesterov import Loans
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Served(Config):
-    """The options of all strategies with servers that keep the model: how many there are, and where."""
+    """The options of all strategies with servers that keep the model: the number of servers, and where they run."""
 
     shards: int = Field(default=1, ge=1)
     """The number of servers. Each keeps one shard of the model in host memory, with the state of its optimizer."""
@@ -32,22 +32,22 @@ class Served(Config):
     gradients."""
 
     def workers(self, world: int) -> range:
-        """The learners that compute gradients."""
+        """Return the learners that compute gradients."""
         return range(world - self.shards if self.servers == "own" else world)
 
     def server(self, shard: int, world: int) -> int:
-        """The learner that is the server of a shard."""
+        """Return the learner that is the server of a model shard."""
         return world - self.shards + shard if self.servers == "own" else shard
 
     def pieces(self, num_weights: int) -> list[slice]:
-        """The piece of the weights of each server. ConfigError if there are more servers than weights."""
+        """Return each server's piece of the weights. Raises `ConfigError` if there are more servers than weights."""
         shards = self.shards
         if shards > num_weights:
             raise ConfigError(f"strategy.shards: {shards} servers cannot share the model's {num_weights} parameters")
         return [slice(num_weights * s // shards, num_weights * (s + 1) // shards) for s in range(shards)]
 
     def kept(self, me: Learner) -> slice | None:
-        """The piece that a learner keeps as a server; None if it is no server."""
+        """Return the piece that a learner keeps as a server, or None if it is not a server."""
         pieces = self.pieces(len(me.weights))
         return next((piece for s, piece in enumerate(pieces) if self.server(s, me.world) == me.rank), None)
 
@@ -83,7 +83,7 @@ class ServedStrategy(Strategy):
 
 
 class ServerOptions(Served):
-    """The options of `parameter-server`: an update rule, and the options that it has."""
+    """The options of `parameter-server`: an update rule, and the options of that rule."""
 
     update: Literal["asynchronous", "summed", "hybrid", "synchronous"] = "asynchronous"
     """The gradients that make one step. `asynchronous`: each gradient, when it arrives; `summed`: the next `sum`
@@ -91,7 +91,7 @@ class ServerOptions(Served):
     take turns."""
 
     def __new__(cls, **options: Any) -> ServerOptions:
-        """Make the options of the rule that `update` names, so that `ServerOptions(update=…)` works, too."""
+        """Create the options of the rule that `update` names, so that `ServerOptions(update=…)` works, too."""
         return super().__new__(_rule(options) if cls is ServerOptions else cls)
 
     @model_validator(mode="wrap")
@@ -108,35 +108,36 @@ class ServerOptions(Served):
 
     @property
     def overlaps(self) -> bool:
-        """Whether a worker computes its next gradient while new weights are on their way."""
+        """Whether a worker computes its next gradient while it receives new weights."""
         return False
 
     @property
     def most_waiting(self) -> int:
-        """Largest number of gradients that wait for others although their workers continue."""
+        """Largest number of gradients that wait for other gradients while their workers continue."""
         return 0
 
     def is_due(self, num_waiting: int, finished: Collection[float]) -> bool:
-        """Whether the gradients that have arrived since the last step make a step, when a worker has just finished a
-        mini-batch; `finished` is the number of finished mini-batches of each worker."""
+        """Return whether the gradients that have arrived since the last step make a step. A worker has just finished a
+        mini-batch. `finished` contains the number of finished mini-batches of each worker."""
         return num_waiting == 1
 
     def grants(self, ahead: float, num_computing: int) -> bool:
-        """Whether a worker that is `ahead` mini-batches ahead of the slowest may pull, while `num_computing` others
-        compute."""
+        """Return whether a worker that is `ahead` mini-batches ahead of the slowest worker may pull while
+        `num_computing` other workers compute."""
         return True
 
     def combined(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The gradient of a step with these gradients; none of them is overwritten."""
+        """Return the gradient of a step with these gradients, none of which is overwritten."""
         (gradient,) = gradients
         return gradient
 
     def correction(self, me: Learner) -> Correction | None:
-        """The correction of gradients that were taken at older weights; None if they are used as they are."""
+        """Return the correction of gradients that were computed at older weights, or None if such gradients are used
+        without correction."""
         return None
 
     def rate_scale(self, staleness: float) -> float:
-        """The factor of a step's learning rate for a staleness."""
+        """Return the factor of a step's learning rate for a staleness."""
         return 1.0
 
 
@@ -144,13 +145,15 @@ class Unlocked(ServerOptions):
     """The options of the rules under which no worker waits for another, so that gradients may be stale."""
 
     staleness_bound: int | None = Field(default=None, ge=0)
-    """A worker that would be more than this many gradients ahead of the slowest waits; null: no worker waits."""
+    """Largest number of gradients by which a worker may be ahead of the slowest worker. A worker that would be further
+    ahead waits. With null, no worker waits."""
     overlap: bool = False
-    """Whether the next gradient is computed, at the old weights, while the new weights are on their way."""
+    """Whether the next gradient is computed at the old weights while the new weights are received."""
     scale_by_staleness: bool = False
-    """Divide the learning rate of a step by the mean staleness of its gradients, if that is above 1."""
+    """Whether the learning rate of a step is divided by the mean staleness of its gradients if this is above 1."""
     staleness: Staleness = "none"
-    """How gradients that were taken at older weights are corrected: `none`, `gap-aware`, or `delay_compensation`."""
+    """How gradients that were computed at older weights are corrected: `none`, `gap-aware`, or
+    `delay_compensation`."""
 
     @model_validator(mode="after")
     def _fit(self) -> Unlocked:
@@ -275,13 +278,13 @@ RULES: Mapping[str, type[ServerOptions]] = {
 
 
 def _rule(given: Mapping[str, Any]) -> type[ServerOptions]:
-    """The class of options for `update`; `ServerOptions` itself, which then reports the error, if there is no such
-    rule."""
+    """Return the class of options for `update`. If there is no such rule, return `ServerOptions` itself, which then
+    reports the error."""
     return RULES.get(str(given.get("update", "asynchronous")), ServerOptions)
 
 
 def _added(gradients: Sequence[Tensor], combine: str) -> Tensor:
-    """The sum of gradients, in order, or their mean; none of them is overwritten."""
+    """Return the sum of gradients, added in order, or their mean. None of the gradients is overwritten."""
     total = gradients[0]
     for place, gradient in enumerate(gradients[1:]):
         total = total.add_(gradient) if place else total + gradient

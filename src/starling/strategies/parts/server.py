@@ -33,7 +33,7 @@ REPORT, GRADIENT, AGE, WEIGHTS = range(4)
 a loan, and the largest number of mini-batches that a worker has reported."""
 
 EARLIER = -1
-"""Rank of the workers of earlier memberships, before all others."""
+"""Rank that stands for workers of earlier memberships. It precedes all other ranks."""
 DROPPED = ("worker", "asking", "age", "told", "message", "report", "tag")
 """Attributes that are dropped with a membership, because the message that a server is handling belongs to it."""
 
@@ -48,14 +48,14 @@ class Report:
     age: float
     """Age of the weights at which the following gradient was taken; NaN if no gradient follows."""
     step_metadata: Tensor
-    """Metadata of the gradient's mini-batch that the server's optimizer needs, `[k]`."""
+    """Metadata `[k]` of the gradient's mini-batch, which the server's optimizer needs."""
 
     @property
     def is_last(self) -> bool:
         return math.isinf(self.num_finished)
 
     def encode(self) -> Tensor:
-        """The report as a float64 tensor `[2 + k]`."""
+        """Return the report as a float64 tensor `[2 + k]`."""
         import torch
 
         return torch.cat([torch.tensor([self.num_finished, self.age], dtype=torch.float64), self.step_metadata])
@@ -74,14 +74,15 @@ class Push:
 
 
 class Waiting:
-    """The gradients that wait for a step. Gradients of a sum, at most `room`, wait where checkpoints and the next
-    membership find them.
+    """The gradients that wait for a step. Gradients of a sum, of which there are at most `room`, are kept in state that
+    checkpoints and the next membership include.
 
-    No step is made while a gradient waits, so its staleness stays the same, whatever steps are counted from.
+    No step is made while a gradient waits, so its staleness stays the same, whatever the origin from which steps are
+    counted.
     """
 
     DROPPED = ("pushes",)
-    """Attribute that is dropped with a membership: gradients of a sum are read again from the kept state."""
+    """Attribute that is dropped with a membership. Gradients of a sum are then read again from the kept state."""
 
     def __init__(self, me: Learner, piece: slice, room: int) -> None:
         import torch
@@ -99,7 +100,8 @@ class Waiting:
         changed."""
 
     def add(self, push: Push, num_steps: int) -> None:
-        """Let a gradient wait that has arrived after `num_steps` steps. A gradient without room makes a step now."""
+        """Add a gradient that has arrived after `num_steps` steps. A gradient for which there is no room makes a step
+        now."""
         if (row := int(self._number)) < len(self._gradients):
             self._gradients[row].copy_(push.gradient)
             self._told[row, 0] = num_steps - push.report.age
@@ -117,9 +119,9 @@ class Waiting:
 class Server:
     """The server of one model shard. It handles messages one at a time, in one coroutine.
 
-    With `loans` workers push differences instead of gradients: the age that the server sends them and they return is
-    then the number of a loan, and it also sends the largest number of mini-batches. Reports and requests of workers
-    belong to a membership.
+    With `loans`, workers push differences instead of gradients. The age that the server sends, and that workers return,
+    is then the number of a loan, and the server also sends the largest number of mini-batches. Reports and requests of
+    workers belong to a membership.
     """
 
     DROPPED = ("_announced", "_finished", "_asking", "_computing", "_most")
@@ -209,8 +211,8 @@ class Server:
         self._waiting.clear()
 
     async def _corrected(self, pushes: Sequence[Push]) -> list[Tensor]:
-        """The gradients, corrected for their staleness if the options say so. The weights at which gradients of earlier
-        memberships were taken are not remembered, so these gradients stay as they are."""
+        """Return the gradients, corrected for their staleness if the options request it. The weights at which gradients
+        of earlier memberships were computed are not kept, so these gradients stay unchanged."""
         if self._correction is None:
             return [push.gradient for push in pushes]
         now, correct = await self._shard.read(), self._correction.correct
@@ -221,7 +223,7 @@ class Server:
         ]
 
     def _grants(self, worker: int) -> bool:
-        """Whether a worker that has requested the weights gets them now.
+        """Return whether a worker that has requested the weights gets them now.
 
         With a staleness bound s, and c_l the mini-batches that worker l has finished, this requires
         c_l - min_j c_j <= s (SSP); with `overlap` c_l includes the gradient under way. A worker that has left gets the

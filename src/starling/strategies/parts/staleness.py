@@ -1,8 +1,9 @@
-"""Corrections of a gradient that was taken at older weights, each with its equation.
+"""Corrections of a gradient that was computed at older weights, each with its equation.
 
-In the equations w is the weights to be changed, Phi the weights at which the gradient g was taken, and g' the gradient
-that replaces g in the step. With no staleness, w is Phi, and g' is g to the bit. On a server w is its piece, which
-other workers' gradients have moved; on a learner of `adpsgd` w is its own weights, which averaging has moved.
+In the equations, w is the weights to be changed, Phi the weights at which the gradient g was computed, and g' the
+gradient that replaces g in the step. Without staleness, w is Phi, and g' is bit-identical to g. On a server, w is the
+server's piece, which other workers' gradients have changed. On a learner of `adpsgd`, w is the learner's own weights,
+which averaging has changed.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ class DelayCompensation(Config):
     """Correct gradients to first order for how far the weights have moved (DC-ASGD)."""
 
     delay_compensation: float = Field(gt=0.0)
-    """lambda; the paper has 0.04, and 2 with `mean_square`."""
+    """lambda. The paper uses 0.04, and 2 with `mean_square`."""
     mean_square: float | None = Field(default=None, ge=0.0, lt=1.0)
-    """rho: lambda is divided by the root of the running mean square of each weight's gradient; null: it is not
-    divided."""
+    """rho. For each weight, lambda is divided by the root of the running mean square of the gradient. With null, lambda
+    is not divided."""
 
 
 Staleness = Literal["none", "gap-aware"] | DelayCompensation
@@ -38,8 +39,8 @@ Staleness = Literal["none", "gap-aware"] | DelayCompensation
 
 
 class Correction(ABC):
-    """Corrects gradients; within a membership, it remembers the weights at which each worker may be computing.
-    Everything else that a rule remembers is part of a learner's own state."""
+    """Corrects gradients. Within a membership, it keeps the weights at which each worker may be computing. All other
+    data that a rule keeps are part of a learner's own state."""
 
     DROPPED: ClassVar[tuple[str, ...]] = ("_given",)
 
@@ -51,17 +52,17 @@ class Correction(ABC):
         self._given.setdefault(worker, []).append((age, weights))
 
     def correct(self, worker: int, age: float, gradient: Tensor, now: Tensor) -> Tensor:
-        """The corrected gradient of a worker, which computed it at weights of that age."""
+        """Return the corrected gradient of a worker, which computed the gradient at weights of the given age."""
         given = [each for each in self._given[worker] if each[0] >= age]  # not saved: a resumed worker pulls first
         self._given[worker] = given
         return self.corrected(gradient, now - given[0][1])
 
     @abstractmethod
     def corrected(self, gradient: Tensor, moved: Tensor) -> Tensor:
-        """The corrected gradient g', from g and w - Phi, both `[n]`."""
+        """Return the corrected gradient g', given g and w - Phi, both `[n]`."""
 
     def before_step(self, now: Tensor) -> None:  # noqa: B027 - most rules ignore it
-        """Note that a step follows at the weights `now`, which the previous step has made."""
+        """Note that a step follows at the weights `now`, which are the result of the previous step."""
 
     def stepped(self, before: Tensor, after: Tensor) -> None:  # noqa: B027 - most rules ignore it
         """Note that a step has changed the weights from `before` to `after`."""
@@ -70,7 +71,7 @@ class Correction(ABC):
 class Compensation(Correction):
     """Correct a gradient to first order for how far the weights have moved.
 
-    Equation, with lambda constant or, with rho, of each weight::
+    Equation, with lambda constant or, if rho is given, separate for each weight::
 
         g' = g + lambda g g (w - Phi)
         m <- rho m + (1 - rho) g g,  lambda <- lambda_0 / sqrt(m + epsilon)
@@ -98,13 +99,13 @@ class Compensation(Correction):
             change = change / (self._mean_square + EPSILON) ** 0.5
         if gradient.is_meta:
             return gradient
-        return (gradient + change).where(gradient != 0.0, gradient)  # of -0.0, there is none
+        return (gradient + change).where(gradient != 0.0, gradient)  # -0.0 means that there is no gradient
 
 
 class GapAware(Correction):
     """Divide a gradient by how far the weights have moved, in steps.
 
-    Equation, with C the mean length of the steps so far, of the server or of this learner::
+    Equation, with C the mean length of the steps that the server, or this learner, has made so far::
 
         g' = g / (1 + |w - Phi| / C)
 
@@ -145,16 +146,16 @@ class GapAware(Correction):
 
 
 def correction(staleness: Staleness, me: Learner) -> Correction | None:
-    """The correction that a learner makes; None if gradients are used as they are."""
+    """Return the correction that a learner makes, or None if gradients are used without correction."""
     if isinstance(staleness, DelayCompensation):
         return Compensation(staleness, me)
     return GapAware(me) if staleness == "gap-aware" else None
 
 
 def rate_scale(staleness: float) -> float:
-    """The factor of a step's learning rate that divides it by the staleness.
+    """Return the factor that divides the learning rate of a step by the staleness.
 
-    Equation, for a gradient taken tau changes of the weights ago::
+    Equation, for a gradient that was computed tau changes of the weights ago::
 
         a <- a / max(1, tau)
 
@@ -167,7 +168,7 @@ def rate_scale(staleness: float) -> float:
 class StaleSteps:
     """The steps of a learner whose background changes its weights while it computes a gradient.
 
-    Without a rule, they are `Learner.snapshot` and `Learner.step`.
+    Without a correction, `snapshot` and `step` are `Learner.snapshot` and `Learner.step`.
     """
 
     DROPPED = ("_read_at",)  # the next snapshot begins with its own
@@ -179,14 +180,14 @@ class StaleSteps:
         self._read_at = me.version
 
     def snapshot(self) -> Tensor:
-        """Phi `[P]`, the weights at which the next gradient is to be computed."""
+        """Return Phi `[P]`, the weights at which the next gradient is to be computed."""
         self._read_at = self._me.version
         phi = self._me.snapshot()
         self._taken_at = None if self._correction is None else phi
         return phi
 
     def step(self, gradient: Tensor) -> None:
-        """Make a step with a gradient `[P]` that was taken at the last snapshot."""
+        """Make a step with a gradient `[P]` that was computed at the last snapshot."""
         me, (phi, self._taken_at) = self._me, (self._taken_at, None)
         scale = rate_scale(me.version - self._read_at) if self._scales else 1.0
         if self._correction is None or phi is None or not is_finite(gradient):  # a step skips what is not finite
@@ -198,5 +199,5 @@ class StaleSteps:
 
 
 def is_finite(gradient: Tensor) -> bool:
-    """Whether a gradient is finite; in a timing-only simulation, each one is."""
+    """Return whether a gradient is finite. In a timing-only simulation, every gradient counts as finite."""
     return gradient.is_meta or bool(gradient.isfinite().all())
