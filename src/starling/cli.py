@@ -88,12 +88,12 @@ def simulate(recipe: RecipeArgument, overrides: Overrides = None) -> None:
 def storm(
     recipe: RecipeArgument,
     overrides: Overrides = None,
-    faults_per_hour: Annotated[float, typer.Option(help="Kills and pauses in an hour, of all learners together.")] = 70,
+    faults_per_hour: Annotated[float, typer.Option(help="Kills and pauses in an hour, of all learners.", min=0)] = 70,
     pauses: Annotated[float, typer.Option(help="The fraction of faults that are pauses.", min=0, max=1)] = 0.25,
     cuts_per_hour: Annotated[float, typer.Option(help="Network cuts in an hour; in simulations only.", min=0)] = 0,
-    away: Annotated[float, typer.Option(help="Seconds until a learner is replaced, goes on, or is reached.")] = 10,
+    away: Annotated[float, typer.Option(help="Seconds until a learner is back.", min=0.1)] = 10,
     slow: Annotated[float, typer.Option(help="How many times slower one learner is than the others.", min=1)] = 1,
-    minutes: Annotated[float, typer.Option(help="How long the storm, and training, lasts.")] = 10,
+    minutes: Annotated[float, typer.Option(help="The length of the storm, and of training.", min=0.01)] = 10,
     seed: Annotated[int, typer.Option(help="The seed of the storm.")] = 1,
     real: Annotated[bool, typer.Option("--real", help="Use real learners instead of a simulation.")] = False,
 ) -> None:

@@ -41,6 +41,8 @@ def storm_recipe(
         f"{sum(isinstance(fault, kind) for fault in faults)} {word}"
         for kind, word in ((Kill, "kills"), (Pause, "pauses"), (Split, "cuts"))
     )
+    if not faults:
+        tell("warning: the storm has no faults; it needs at least two learners, and more faults in an hour or minutes")
     tell(f"storm of seed {seed}, {minutes:g} minutes, {recipe.learners} learners: {counts}")
     if is_real:
         from starling.experiment.train import train_recipe
@@ -90,7 +92,7 @@ def _storm(
 ) -> Iterator[Fault]:
     now, per_second = 0.0, (faults_per_hour + cuts_per_hour) / PER_HOUR
     works_from = [0.0] * learners
-    while per_second and (now := now + chance.expovariate(per_second)) < seconds:
+    while per_second > 0.0 and (now := now + chance.expovariate(per_second)) < seconds:
         is_cut = chance.random() * (faults_per_hour + cuts_per_hour) < cuts_per_hour
         is_pause, at = chance.random() < pauses, round(now, 1)
         working = [learner for learner, since in enumerate(works_from) if since <= now]
