@@ -350,7 +350,7 @@ def step(accelerator: Accelerator, model: Any, optimizer: Any, local: Any, batch
 
 def await_file(path: Path) -> None:
     """So that a slow machine cannot let the other learner take the whole epoch before learner 0 saves."""
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + 240.0
     while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
 

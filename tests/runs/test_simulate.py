@@ -149,7 +149,7 @@ def test_a_simulation_survives_a_dead_learner_and_the_audit_agrees(tree: Tree, t
         r"learner 2 was killed on purpose after [\d.]+ simulated seconds; learners 0, 1 continue after", said
     )
     assert "learner 2 came; learners 0, 1, 2 continue after" in said
-    assert "ended without learner 2: learner 2 was killed on purpose" in said
+    assert "ended without" not in said
     assert simulated(tree) == lines
     told: list[str] = []
     audit(tmp_path / "exp" / "songs-virtual", told.append, Console(file=io.StringIO()))
