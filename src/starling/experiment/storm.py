@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -78,20 +78,8 @@ def storm(
         away: The time after which a killed learner is started again, and the length of a pause or a cut.
         seed: The seed of the storm.
     """
-    return tuple(_storm(random.Random(seed), learners, seconds, faults_per_hour, pauses, cuts_per_hour, away))
-
-
-def _storm(
-    chance: random.Random,
-    learners: int,
-    seconds: Seconds,
-    faults_per_hour: float,
-    pauses: float,
-    cuts_per_hour: float,
-    away: Seconds,
-) -> Iterator[Fault]:
-    now, per_second = 0.0, (faults_per_hour + cuts_per_hour) / PER_HOUR
-    works_from = [0.0] * learners
+    chance, now, per_second = random.Random(seed), 0.0, (faults_per_hour + cuts_per_hour) / PER_HOUR
+    works_from, found = [0.0] * learners, list[Fault]()
     while per_second > 0.0 and (now := now + chance.expovariate(per_second)) < seconds:
         is_cut = chance.random() * (faults_per_hour + cuts_per_hour) < cuts_per_hour
         is_pause, at = chance.random() < pauses, round(now, 1)
@@ -100,9 +88,9 @@ def _storm(
             continue
         works_from[hit := chance.choice(working)] = now + away
         if is_cut:
-            yield Split(split=(hit,), at_seconds=at, seconds=away)
+            found.append(Split(split=(hit,), at_seconds=at, seconds=away))
         elif is_pause:
-            yield Pause(pause=hit, at_seconds=at, seconds=away)
+            found.append(Pause(pause=hit, at_seconds=at, seconds=away))
         else:
-            yield Kill(kill=hit, at_seconds=at)
-            yield Join(join=hit, at_seconds=round(now + away, 1))
+            found += [Kill(kill=hit, at_seconds=at), Join(join=hit, at_seconds=round(now + away, 1))]
+    return tuple(found)

@@ -152,9 +152,7 @@ class Joiners:
         self._begin = now if self._begin is None else self._begin
         while self._timed and now - self._begin >= (self._timed[0].at_seconds or 0.0):
             self._cause(self._timed.pop(0), now)
-        for learner_id in [each for each, until in self._paused.items() if now >= until]:
-            del self._paused[learner_id]
-            self._roster.learners[learner_id].process.signal(signal.SIGCONT)
+        self.wake(now)
         if self._changes.requests is not None and now >= self._next_look:
             self._next_look = now + REQUESTS_EVERY
             for request in self._changes.requests():
@@ -172,6 +170,12 @@ class Joiners:
                 reason = f"learner {learner_id} could not be started ({error})"
                 self._changes.say(reason)
                 self._note(learner_id, reason)
+
+    def wake(self, now: float = math.inf) -> None:
+        """Let learners go on that are paused until `now` or earlier; by default, all of them."""
+        for learner_id in [each for each, until in self._paused.items() if now >= until]:
+            del self._paused[learner_id]
+            self._roster.learners[learner_id].process.signal(signal.SIGCONT)
 
     def _cause(self, fault: Kill | Pause | Join, now: float) -> None:
         """Let a fault happen now, if it can."""

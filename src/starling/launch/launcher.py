@@ -271,6 +271,8 @@ class Supervisor:
     def _admit_joiners(self) -> None:
         """Start requested joiners, and announce a membership with those that are ready. The announcement waits until
         all members have entered the newest membership."""
+        if self._asked_to_stop is not None:
+            self._joiners.wake()  # they could not save otherwise
         if self._asked_to_stop is not None or any(record.attempt.generation < 0 for record in self._counted()):
             return
         here = self._roster.records(self._roster.members)
