@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pydantic_core import to_jsonable_python
+from pydantic_core import to_json
 
 Event = Mapping[str, Any]
 VERSION = 1
@@ -47,9 +47,8 @@ class Stream:
     def append(self, kind: str, **fields: Any) -> None:
         """Append an event, in which non-finite numbers become null. Raises OSError if the file cannot be written, for
         example because its folder no longer exists."""
-        event = to_jsonable_python({"kind": kind, **fields}, inf_nan_mode="null")
-        body = json.dumps(event, ensure_ascii=False)
-        line = f'{body[:-1]}{_SEAL}{zlib.crc32(body.encode()):0{_HEX}x}"}}\n'.encode()
+        body = to_json({"kind": kind, **fields}, inf_nan_mode="null")
+        line = b'%b%b%0*x"}\n' % (body[:-1], _SEAL.encode(), _HEX, zlib.crc32(body))
         with self._lock:
             if self._descriptor is None:
                 self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -153,6 +153,6 @@ def test_a_loop_that_computes_something_else_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"there is no .*learner-0.jsonl"):
         loop(0.1, follow=str(tmp_path / "none"))
     path = tmp_path / "record" / "learner-0.jsonl"
-    path.write_text(path.read_text(encoding="utf-8").replace('"step": 1', '"step": 7'), encoding="utf-8")
+    path.write_text(path.read_text(encoding="utf-8").replace('"step":1', '"step":7'), encoding="utf-8")
     with pytest.raises(ReplayError, match="damaged"):
         loop(0.1, follow=record)

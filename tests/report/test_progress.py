@@ -230,7 +230,7 @@ def test_a_changed_character_of_an_event_is_seen(tmp_path: Path) -> None:
     stream.append("batch", ids=["ä", "b\n"], loss=math.nan)
     stream.close()
     line = path.read_text(encoding="utf-8")
-    assert line.startswith('{"kind": "batch", "ids": ["ä", "b\\n"], "loss": null, "crc": "')
+    assert line.startswith('{"kind":"batch","ids":["ä","b\\n"],"loss":null, "crc": "')
     ((_, whole),) = read_stream(path)
     assert whole is not None
     assert whole == {"kind": "batch", "ids": ["ä", "b\n"], "loss": None}

@@ -139,7 +139,7 @@ def test_invalid_lines_are_left_out(segment: Path) -> None:
     timeline.close()
     file = segment / "learner-0.jsonl"
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-    changed = lines[1].replace('"seconds": ', '"seconds": 1')
+    changed = lines[1].replace('"seconds":', '"seconds":1')
     partial = '{"kind": "stretch", "step": 5}\n'
     file.write_text("".join([*lines[:2], changed, "no event\n", partial, lines[2], lines[2][:40]]))
     assert [each.step for each in read_timeline(segment.parent)] == [0, 1]

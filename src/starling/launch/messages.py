@@ -157,7 +157,8 @@ class Stretch:
 
     def since(self, before: "Stretch") -> "Stretch":
         """Return the work that was added after the state `before` of this stretch."""
-        more: dict[str, Any] = {name: getattr(self, name) - getattr(before, name) for name in _SUMMED}
+        own, less = vars(self), vars(before)
+        more: dict[str, Any] = {name: own[name] - less[name] for name in _SUMMED}
         return Stretch(self.learner, self.end, step=self.step, **more)
 
     @property

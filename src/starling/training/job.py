@@ -4,7 +4,7 @@ observers receive."""
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from operator import add
 from typing import Any
 
@@ -194,7 +194,7 @@ class Statistics:
 
     def spent_now(self) -> Spent:
         """Return a copy of `spent` that includes the present wait."""
-        return Spent(*map(add, astuple(self.spent), astuple(self.under_way())))
+        return Spent(*map(add, vars(self.spent).values(), vars(self.under_way()).values()))
 
 
 @dataclass(frozen=True)
