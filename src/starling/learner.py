@@ -107,6 +107,11 @@ class Shard(ABC):
         `scale` multiplies the learning rate.
         """
 
+    @abstractmethod
+    def change(self, how: Callable[[Any], None]) -> Handle[None]:
+        """Start calling `how` with the shard's optimizer, and with the optimizers of its copies at checkpoint
+        barriers."""
+
 
 class Shards(ABC):
     """Operations for strategies that divide the model into model shards. The shards are kept by servers, or in memory

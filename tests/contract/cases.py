@@ -14,6 +14,7 @@ from starling.learner import Learner
 from starling.strategies import STRATEGIES, NoOptions, Strategy
 from starling.strategies.ako import AkoOptions
 from starling.strategies.allreduce import AllReduceOptions
+from starling.strategies.decoupled_diloco import DecoupledOptions
 from starling.strategies.delayed import DelayOptions
 from starling.strategies.hadpsgd import HierarchicalOptions
 from starling.strategies.hogwild import HogwildOptions
@@ -177,6 +178,12 @@ def choices() -> dict[str, Choice]:
         STRATEGIES["async-diloco"], lambda world: _served_periodically("async-diloco", world, **as_whole), True
     )
     made["server-aeasgd"] = Choice(STRATEGIES["aeasgd"], lambda world: _served_periodically("aeasgd", world, every=2))
+    made["decoupled-diloco"] = Choice(
+        STRATEGIES["decoupled-diloco"],
+        lambda world: DecoupledOptions(
+            every=6, fragments=3, overlap=2 * (world > 1), rate=1.0, momentum=0.0, quorum=world
+        ),
+    )
     made["hogwild"] = Choice(STRATEGIES["hogwild"], lambda world: HogwildOptions(piece_megabytes=1e-4), True)
     for name, options in PERIODIC.items():
         made[name] = Choice(STRATEGIES[METHODS.get(name, name)], partial(_periodic, name, options))

@@ -21,7 +21,7 @@ DISTINCT = (
     *("allreduce", "delayed", "delay-by-one", "dpsgd-pairs", "dpsgd-quasi-global", "dpsgd-d2", "dpsgd-tracking", "sgp"),
     *("gossip-pga", "dpsgd-int4", "a2cid2"),
     *("adpsgd-pairs", "adpsgd-ring", "hadpsgd", "local-sgd", "sparta", "diloco", "noloco"),
-    *("post-local-sgd", "bmuf", "slowmo", "streaming-diloco", "easgd", "sparseloco", "ako"),
+    *("post-local-sgd", "bmuf", "slowmo", "streaming-diloco", "decoupled-diloco", "easgd", "sparseloco", "ako"),
     *("server-hybrid", "server-asynchronous", "server-async-diloco", "server-aeasgd", "hogwild"),
 )
 """A choice for each distinct coroutine: what `make test` runs on processes, too. The others are in `make test-all`."""

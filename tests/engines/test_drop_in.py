@@ -55,6 +55,7 @@ SERVED: dict[str, dict[str, Any]] = {
         "steps": {"0": 4, "1": 40},
     },
     "async-diloco": {"strategy": "async-diloco", "options": {"every": 3, "shards": 2}, "steps": {"0": 4, "1": 40}},
+    "decoupled": {"strategy": "decoupled-diloco", "options": {"every": 4, "fragments": 2, "overlap": 1}},
     "aeasgd": {"strategy": "aeasgd", "options": {"every": 2}},
     "aeasgd-uneven": {"strategy": "aeasgd", "options": {"every": 2}, "steps": {"0": 2, "1": 30}},
     "hogwild": {"strategy": "hogwild"},

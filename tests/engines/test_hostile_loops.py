@@ -34,10 +34,11 @@ COROUTINES: dict[str, dict[str, Any]] = {
     "parameter-server": {"strategy": "parameter-server"},
     "async-diloco": {"strategy": "async-diloco", "options": {"every": 3}},
     "aeasgd": {"strategy": "aeasgd", "options": {"every": 3}},
+    "decoupled-diloco": {"strategy": "decoupled-diloco", "options": {"every": 4, "fragments": 2, "overlap": 1}},
     "hogwild": {"strategy": "hogwild"},
 }
 """One choice for each distinct coroutine."""
-REFUSING = {"delay-by-one", "diloco", "noloco", "parameter-server", "async-diloco", "aeasgd", "hogwild"}
+REFUSING = {"delay-by-one", "diloco", "noloco", "parameter-server", "async-diloco", "aeasgd", "decoupled-diloco", "hogwild"}
 """Those that would lose weights that the loop changes itself, or take them for progress."""
 REFUSED = r"ProtocolError: learner \d: since its last step something else has changed parameter 0\.weight"
 

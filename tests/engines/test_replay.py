@@ -38,11 +38,13 @@ from tests.sessions import run_to_end
 from tests.test_documents import ROOT, environment
 
 STRATEGIES = (
-    "a2cid2", "adpsgd", "aeasgd", "ako", "allreduce", "async-diloco", "delay-by-one", "diloco", "dpsgd", "local-sgd",
+    "a2cid2", "adpsgd", "aeasgd", "ako", "allreduce", "async-diloco", "decoupled-diloco",
+    "delay-by-one", "diloco", "dpsgd", "local-sgd",
     "parameter-server", "sgp",
 )  # fmt: skip
 KILLED = (
-    "a2cid2", "adpsgd", "aeasgd", "ako", "allreduce", "async-diloco", "delay-by-one", "diloco", "dpsgd", "local-sgd",
+    "a2cid2", "adpsgd", "aeasgd", "ako", "allreduce", "async-diloco", "decoupled-diloco",
+    "delay-by-one", "diloco", "dpsgd", "local-sgd",
     "noloco", "parameter-server", "sgp",
 )  # fmt: skip
 

@@ -194,6 +194,14 @@ class HeldShard(Shard):
 
         return self._owner.host.start_on_memory(self.weights.nbytes, STEP_PASSES, do)
 
+    def change(self, how: Callable[[Any], None]) -> Handle[None]:
+        def do() -> None:
+            with self._in_turn():
+                for optimizer in (self.optimizer, *(fork.optimizer for fork in self._forks.values())):
+                    how(optimizer)
+
+        return self._owner.host.start_on_memory(self.weights.nbytes, STEP_PASSES, do)
+
     def copy(self) -> Tensor:
         """Return a copy of the weights."""
         with self._in_turn():

@@ -22,14 +22,16 @@ class Loans:
     """Attributes that are dropped with a membership. The optimizer is not dropped, but saved with the server's
     shard."""
 
-    def __init__(self, rate: float, momentum: float, delay: int, spread: float) -> None:
-        self._settings = rate, momentum, delay, spread
+    def __init__(
+        self, rate: float, momentum: float, delay: int, spread: float, kind: type[DelayedNesterov] | None = None
+    ) -> None:
+        self._settings, self._kind = (rate, momentum, delay, spread), kind or DelayedNesterov
         self.optimizer([nn.Parameter(torch.empty(0))])  # in a simulation of time alone there is no other
         self._ages: dict[int, int] = {}
 
     def optimizer(self, parameters: list[nn.Parameter]) -> DelayedNesterov:
         """Return a new optimizer of the server for these parameters."""
-        self._optimizer = DelayedNesterov(parameters, *self._settings)
+        self.current = self._optimizer = self._kind(parameters, *self._settings)
         return self._optimizer
 
     def lend(self, number: int, age: int) -> int:
@@ -92,7 +94,7 @@ class DelayedNesterov(torch.optim.Optimizer):
     def fork(self, parameters: list[nn.Parameter]) -> DelayedNesterov:
         """Return the optimizer of a copy of the shard at a checkpoint barrier. It applies the pushes from before the
         barrier."""
-        fork = DelayedNesterov(parameters, self._rate, self._momentum, self._delay, self._spread)
+        fork = type(self)(parameters, self._rate, self._momentum, self._delay, self._spread)
         fork.load_state_dict(copy.deepcopy(self.state_dict()))
         return fork
 
