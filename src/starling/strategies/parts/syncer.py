@@ -246,7 +246,7 @@ class Fragments:
         was_lost = torch.tensor([me.rank == 0 and self.have_been_received and not bool(self._is_syncer)]).double()
         telling = [me.send(learner, was_lost, ANSWER) for learner in range(1, me.world) if me.rank == 0]
         if bool(was_lost if me.rank == 0 else await me.receive(0, was_lost, ANSWER)):
-            me.replace(await me.mean(me.snapshot()))
+            await self._average()
             self._theta.copy_(me.weights)
             for counts in (self._loans, self._flown):
                 counts.zero_()
@@ -260,6 +260,17 @@ class Fragments:
             if num_steps:
                 await self._push(number)
             await self._receive(number, UNKNOWN)
+
+    async def _average(self) -> None:
+        """Set the weights of learner 0 to the mean of all learners' weights."""
+        me = self._me
+        if me.rank > 0:
+            await me.send(0, me.snapshot().cpu(), THETA)
+            return
+        total = me.snapshot().cpu()
+        for other in range(1, me.world):
+            total += await me.receive(other, total, THETA)
+        me.replace((total / me.world).to(me.weights.device))
 
     async def step(self, period: int, overlap: int) -> None:
         """Count a step of the learner. Receive the fragment that has been under way for `overlap` steps, and push the
