@@ -67,6 +67,11 @@ TIMELINES = {
         {"every": 4, "fragments": 2, "overlap": 1},
         "halves of the weights are averaged in turn, beneath the next gradient",
     ),
+    "decoupled-diloco": Waits(
+        "decoupled-diloco",
+        {"every": 4, "fragments": 2, "overlap": 1, "quorum": 3},
+        "a half of the weights is merged once three of four have pushed it; the slow learner is left out",
+    ),
     "ako": Waits("ako", {"parts": 4}, "no gradient waits for another gradient; each learner sends parts to all others"),
     "async-diloco": Waits(
         "async-diloco",

@@ -38,7 +38,9 @@ COROUTINES: dict[str, dict[str, Any]] = {
     "hogwild": {"strategy": "hogwild"},
 }
 """One choice for each distinct coroutine."""
-REFUSING = {"delay-by-one", "diloco", "noloco", "parameter-server", "async-diloco", "aeasgd", "decoupled-diloco", "hogwild"}
+REFUSING = {
+    *("delay-by-one", "diloco", "noloco", "parameter-server", "async-diloco", "aeasgd", "decoupled-diloco", "hogwild"),
+}
 """Those that would lose weights that the loop changes itself, or take them for progress."""
 REFUSED = r"ProtocolError: learner \d: since its last step something else has changed parameter 0\.weight"
 

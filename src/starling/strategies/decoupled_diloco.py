@@ -63,8 +63,7 @@ class SyncedStrategy(Strategy):
     of=SyncedStrategy,
 )
 async def decoupled_diloco(me: Learner, options: DecoupledOptions) -> None:
-    """Each learner steps alone, and pushes one fragment of its change after another. A syncer merges a fragment once K
-    learners have pushed it.
+    """Each learner steps alone, and a syncer merges each fragment of the weights once K learners have pushed it.
 
     Equation, for every learner l of L and fragment p of P, with theta_l the theta that the learner received last, and
     n_l the number of its steps since it last pushed p::
@@ -86,9 +85,9 @@ async def decoupled_diloco(me: Learner, options: DecoupledOptions) -> None:
     and adopt theta.
 
     The syncer is learner 0, which also computes gradients. A checkpoint contains theta and v. If the syncer is lost,
-    the next learner becomes the syncer: all learners continue with the mean of their weights, so the other learners lose
-    no steps, and v begins again with 0. In the paper, the syncer is a separate replicated service, and the grace window
-    follows from measured times.
+    the next learner becomes the syncer: all learners continue with the mean of their weights, so the other learners
+    lose no steps, and v begins again with 0. In the paper, the syncer is a separate replicated service, and the grace
+    window follows from measured times.
 
     Waits:
         A learner that has pushed a fragment waits, tau steps later, until K - 1 others have pushed it, too.
@@ -108,7 +107,7 @@ async def decoupled_diloco(me: Learner, options: DecoupledOptions) -> None:
         >>> from starling.toy import regression
         >>> job = regression("decoupled-diloco", every=4, fragments=2, overlap=1)
         >>> starling.simulate(job, learners=4).loss()
-        0.31
+        0.32
     """
     from starling.strategies.parts.syncer import Fragments
 

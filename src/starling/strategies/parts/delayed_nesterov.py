@@ -31,7 +31,12 @@ class Loans:
 
     def optimizer(self, parameters: list[nn.Parameter]) -> DelayedNesterov:
         """Return a new optimizer of the server for these parameters."""
-        self.current = self._optimizer = self._kind(parameters, *self._settings)
+        self._optimizer = self._kind(parameters, *self._settings)
+        return self._optimizer
+
+    @property
+    def current(self) -> Any:
+        """The newest optimizer, which makes the next push."""
         return self._optimizer
 
     def lend(self, number: int, age: int) -> int:

@@ -1,8 +1,8 @@
 """The syncer of `decoupled-diloco`, which merges the changes that learners push, fragment by fragment; and a learner's
 connection to it.
 
-A learner reports a push, which follows, or asks for a fragment; the syncer answers when it has merged the fragment since
-the learner received it last. At the end, a learner reports that it leaves, and asks for all fragments::
+A learner reports a push, which follows, or asks for a fragment. The syncer answers when it has merged the fragment
+since the learner received it last. At the end, a learner reports that it leaves, and asks for all fragments::
 
     learner                                       syncer
     report, difference                       ->
@@ -56,7 +56,8 @@ class Report:
     @classmethod
     def decode(cls, message: Tensor) -> Report:
         """Return the report that `encode` has encoded."""
-        return cls(*map(int, message[:4].tolist()), message[4:])
+        fragment, loan, num_steps, num_merges = map(int, message[:4].tolist())
+        return cls(fragment, loan, num_steps, num_merges, message[4:])
 
 
 class Merged(DelayedNesterov):
@@ -85,8 +86,7 @@ class Merged(DelayedNesterov):
         for group in self.param_groups:
             group["weight"] += self.num_steps
 
-    def step_as(self, other: DelayedNesterov) -> None:
-        assert isinstance(other, Merged)
+    def step_as(self, other: Any) -> None:
         self.num_steps = other.num_steps
         super().step_as(other)
 
@@ -277,7 +277,7 @@ class Fragments:
         fragment that was merged least often if the last one departed `period` steps ago."""
         self._num_steps += 1
         since = int(self._num_steps - self._departed_at)
-        if self._under_way is not None and since >= overlap:
+        if since >= overlap:
             await self._arrive()
         if since >= period:
             self._under_way = min(range(len(self.fragments)), key=self._merges.__getitem__)
@@ -288,8 +288,7 @@ class Fragments:
 
     async def leave(self) -> None:
         """Push all remaining steps, and adopt the final weights once all learners have left."""
-        if self._under_way is not None:
-            await self._arrive()
+        await self._arrive()
         for number in range(len(self.fragments)):
             if self._num_steps > self._pushed_at[number]:
                 await self._depart(number)
@@ -298,11 +297,10 @@ class Fragments:
             await self._receive(number, UNKNOWN)
 
     async def _arrive(self) -> None:
-        """Wait for the fragment that is under way."""
-        number = self._under_way
-        assert number is not None
-        await self._receive(number, self._merges[number])
-        self._under_way = None
+        """Wait for the fragment that is under way, if any."""
+        if (number := self._under_way) is not None:
+            await self._receive(number, self._merges[number])
+            self._under_way = None
 
     async def _depart(self, number: int) -> None:
         """Push the steps since the fragment's last push."""
