@@ -274,6 +274,19 @@ def test_every_strategy_of_equals_survives(strategy: str, tmp_path: Path) -> Non
     assert torch.equal(results[1]["final"], results[0]["final"])
 
 
+@pytest.mark.parametrize("victim", [0, 2], ids=["syncer", "other"])
+def test_decoupled_learners_survive_the_loss_of_any_of_them(victim: int, tmp_path: Path) -> None:
+    """Also of the one that keeps the model; in the end all have the same model, which has learnt."""
+    options = {"every": 4, "fragments": 2, "overlap": 1}
+    case = {"strategy": "decoupled-diloco", "options": options, "steps": 80, "deaths": {str(victim): 21}}
+    with loops(case, 3, tmp_path) as started:
+        started.died(victim)
+        results = started.results(*(rank for rank in range(3) if rank != victim))
+    assert torch.equal(results[0]["final"], results[1]["final"])
+    assert all(set(each["worlds"].tolist()) == {3, 2} for each in results)
+    assert all(float(each["loss"]) < 0.2 * float(loss_of(make_model(), 0).detach()) for each in results)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("strategy", ["adpsgd", "allreduce"])
 def test_learner_0_starts_the_coordinator_which_survives_it_and_ends_with_the_last(

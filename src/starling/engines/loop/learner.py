@@ -77,7 +77,7 @@ class LoopLearner(ConnectedLearner):
         if run.final is None:
             before = self.replica.version
             self._proceed()
-            if self.replica.loop is self.replica.weights and self.replica.version != before:
+            if self.replica.version != before and not self.replica.adopts_changes_apart:
                 self.replica.adopted.leave()  # the end of an interrupted agreement is no change that the loop has made
         self.begin_computing()
 

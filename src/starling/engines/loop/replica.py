@@ -250,6 +250,11 @@ class LoopReplica(Replica):
             )
         self.adopted.leave()
 
+    @property
+    def adopts_changes_apart(self) -> bool:
+        """Whether the loop computes at weights of its own, whose changes by the loop the strategy adopts."""
+        return self.loop is not self.weights and self._refuses_changes is None
+
     def refresh_loop(self, at: Tensor | None = None) -> None:
         """Copy the current weights, or `at` `[P]`, to the weights at which the loop computes."""
         with self._in_turn():
