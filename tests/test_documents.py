@@ -5,7 +5,7 @@ import re
 import shlex
 import sys
 import tomllib
-from itertools import pairwise
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -179,13 +179,14 @@ def test_every_promise_names_a_test_that_exists() -> None:
 
 
 def test_every_promise_has_its_number_and_a_test() -> None:
-    """The promises stand in the order of their numbers, each with what shows it."""
+    """No number is missing or used twice; in a section they ascend. The tests of a promise follow it."""
     page = (ROOT / "docs" / "guarantees.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (\d+) \| .+ \| (.+) \|$", page, re.MULTILINE)
-    numbers = [int(number) for number, _ in rows]
-    assert numbers[:27] == list(range(1, 28))
-    assert all(before < after for before, after in pairwise(numbers))
-    assert all("::test_" in shown for _, shown in rows)
+    sections = [[int(each) for each in re.findall(r"^\*\*(\d+)\.\*\* ", part, re.M)] for part in page.split("\n## ")]
+    assert all(numbers == sorted(numbers) for numbers in sections)
+    assert sorted(chain.from_iterable(sections)) == list(range(1, 1 + sum(map(len, sections))))
+    tests = re.findall(r"\n\n<details markdown><summary>Tests</summary>\n\n(.+)\n\n</details>\n", page)
+    assert len(tests) == page.count("<details") >= 100
+    assert all("::test_" in shown for shown in tests)
 
 
 def test_every_link_of_the_documents_leads_somewhere() -> None:

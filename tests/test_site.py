@@ -243,20 +243,48 @@ def test_every_command_that_the_documents_name_exists() -> None:
     assert wrong == []
 
 
-@pytest.mark.soak
-def test_the_site_is_built_and_a_broken_link_is_refused(tmp_path: Path) -> None:
-    """By mkdocs in strict mode, from what `python -m tools.documentation` writes; `make docs` does the same."""
+_BUILD = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", "mkdocs.yml"]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the site in `site/` and its sources in `docs/`, as `make docs` makes them."""
     pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
-    site.write_site(tmp_path / "docs")
+    folder = tmp_path_factory.mktemp("site")
+    site.write_site(folder / "docs")
     settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").replace("docs_dir: build/docs", "docs_dir: docs")
-    (tmp_path / "mkdocs.yml").write_text(settings.replace("paths: [src]", f"paths: [{ROOT / 'src'}]"), encoding="utf-8")
-    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", "mkdocs.yml"]
-    code, said, _ = run_to_end(build, tmp_path)
+    (folder / "mkdocs.yml").write_text(settings.replace("paths: [src]", f"paths: [{ROOT / 'src'}]"), encoding="utf-8")
+    code, said, _ = run_to_end(_BUILD, folder)
     assert code == 0, said
-    shown = (tmp_path / "site" / "reference" / "python.html").read_text(encoding="utf-8")
+    return folder
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("width", [400, 800, 1400])
+def test_the_main_pages_fit_the_screen(width: int, built: Path) -> None:
+    """Nothing reaches beyond the screen or covers anything else, and no table is taller than eight screens."""
+    pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    from tests.chromium import CHROMIUM, layout_problems, started
+
+    if CHROMIUM is None:
+        pytest.skip("no chromium, chromium-browser or google-chrome on the PATH")
+    names = ("index", "guarantees", "running", "reports", "strategies/index", "tutorials/index", "reference/python")
+    with started() as browser:
+        page = browser.new_page(viewport={"width": width, "height": 900})
+        for name in names:
+            page.goto((built / "site" / f"{name}.html").as_uri())
+            assert layout_problems(page) == [], name
+            heights = page.eval_on_selector_all("table", "all => all.map(each => each.getBoundingClientRect().height)")
+            assert max(heights, default=0) <= 8 * 900, name
+
+
+@pytest.mark.soak
+def test_the_site_is_complete_and_a_broken_link_is_refused(built: Path) -> None:
+    """By mkdocs in strict mode, from what `python -m tools.documentation` writes; `make docs` does the same."""
+    shown = (built / "site" / "reference" / "python.html").read_text(encoding="utf-8")
     assert all(f'id="starling.{name}"' in shown for name in starling.__all__)
-    with (tmp_path / "docs" / "glossary.md").open("a", encoding="utf-8") as page:
+    with (built / "docs" / "glossary.md").open("a", encoding="utf-8") as page:
         page.write("\n[nowhere](running.md#nowhere)\n")
-    code, said, _ = run_to_end(build, tmp_path)
+    code, said, _ = run_to_end(_BUILD, built)
     assert code != 0
     assert "running.md#nowhere" in said

@@ -54,7 +54,7 @@ def evidence(**changes: Any) -> Evidence:
         curve=(CurvePoint(1.5, 2, 8, 3.0), CurvePoint(6.0, 8, 32, 1.0)),
         sets=(
             ScoredSet(
-                "test", 4.0, (3.0, 5.0), 2.0, 100, 1, 1, 2, 50, 4,
+                "test", "decode", 4.0, (3.0, 5.0), 2.0, 100, 1, 1, 2, 50, 4,
                 (utterance,), (("TWO", "", 3), (NASTY, "ONE", 1)), 9,
             ),
         ),
@@ -170,9 +170,44 @@ def test_the_page_begins_with_why_a_model_does_not_work() -> None:
     failed += [{"time": 15.0, "kind": "verdict", "text": f"too quiet {NASTY}"}]
     page = render([evidence(events=failed, outcome=f"too quiet {NASTY}")], "2026-01-01")
     assert page.index('<p class="verdict"><b>demo:</b> too quiet &lt;/script&gt;') < page.index('<table id="overview">')
-    assert '<td class="text">does not work: see above</td>' in page
+    assert '<td class="text" data-of="outcome">does not work: see above</td>' in page
     assert NASTY not in page
     for works in ({"kind": "verdict", "text": ""}, {"kind": "start", "command": "starling train demo resume=exp/demo"}):
         page = render([evidence(events=[*failed, {"time": 16.0, **works}])], "2026-01-01")
         assert '<p class="verdict">' not in page
-        assert '<td class="text">ended well</td>' in page
+        assert '<td class="text" data-of="outcome">ended well</td>' in page
+
+
+def test_the_page_begins_with_goodput_and_warnings() -> None:
+    """The error that ended the newest run comes first; what an earlier run said is left to the table of events."""
+    told = [*events(), {"time": 20.0, "kind": "start", "learners": 2}, {"time": 21.0, "kind": "advice", "text": "wait"}]
+    seconds = {"machines": 10.0, "useful": 5.0, "lost_work": 1.0, "entering": 0.5}
+    told.append({"kind": "goodput", "ratio": 0.5, "waiting_for_peers": 2.0, "waiting_for_data": 1.0, **seconds})
+    told.append({"time": 22.0, "kind": "end", "exit_code": 3, "message": f"no disk {NASTY}"})
+    page = render([evidence(events=told)], "2026-01-01")
+    head = page[: page.index('<table id="overview">')]
+    assert "goodput 50.0\u00a0% of 10 s of machine time; lost work 10.0\u00a0%" in head
+    first, second = re.findall("<li>(.*)</li>", head)
+    assert first.startswith("no disk &lt;/script&gt;") and second == "wait"
+
+
+def test_shares_are_of_the_training_time_as_in_the_terminal() -> None:
+    """Time that is neither computing nor waiting, such as saving, counts."""
+    saved = tuple(replace(stretch(0, place), end=2.0 * (place + 1), seconds=2.0) for place in range(4))
+    assert evidence(stretches=saved).share("computing") == pytest.approx(50.0)
+    assert evidence(stretches=saved).share("waiting_for_peers") == pytest.approx(25.0)
+
+
+def test_gradients_without_staleness_take_a_sentence_and_no_figure() -> None:
+    """Beside an asynchronous run they are drawn."""
+    in_step = evidence(label="in step", events=events((8,)))
+    assert not figures.staleness([in_step]).data
+    assert len(figures.staleness([in_step, evidence()]).data) == 2
+
+
+def test_the_loss_is_labelled_with_its_unit() -> None:
+    """Unless experiments differ."""
+    title = figures.loss_by_time([evidence(loss_unit="token")]).layout.yaxis.title.text
+    assert title == "training loss per token"
+    both = figures.loss_by_time([evidence(loss_unit="token"), evidence(loss_unit="frame")])
+    assert both.layout.yaxis.title.text == "training loss"

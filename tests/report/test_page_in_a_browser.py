@@ -1,10 +1,9 @@
 """The report page in a real Chromium: it draws, zooms, plays, turns dark, fits a telephone, and prints."""
 
 import io
-import os
 import re
-import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,17 +12,19 @@ from rich.console import Console
 pytest.importorskip("plotly", reason="the extra `report` is not installed")
 pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page
 
 from starling.experiment.report import report
 from starling.experiment.simulate import simulate_recipe
+from starling.reporting.page import render
 from starling.speech.recipe import check_recipe
 from starling.speech.task import SPEECH
+from tests.chromium import WIDTHS, browser, layout_problems, needs_chromium, num_inked
+from tests.report.test_page import events, evidence, stretch
 from tests.runs.conftest import data_of, songs
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on the PATH")
-__all__ = ["songs"]
+pytestmark = needs_chromium
+__all__ = ["browser", "songs"]
 
 
 @pytest.fixture(scope="module")
@@ -43,16 +44,6 @@ def written(songs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         recipe = check_recipe({**tree, "name": name, "learners": learners, "strategy": strategy}, "r.yaml")
         simulate_recipe(SPEECH, recipe, lambda line: None, Console(file=io.StringIO()))
     return report([folder / "exp" / f"{name}-virtual" for name in ("few", "many")], folder / "page.html").path
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """One Chromium for all tests."""
-    sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium refuses to run as root with its sandbox
-    with sync_playwright() as started:
-        running = started.chromium.launch(executable_path=CHROMIUM, args=sandbox)
-        yield running
-        running.close()
 
 
 class Visit:
@@ -189,6 +180,41 @@ def test_the_page_fits_a_narrow_screen(browser: Browser, written: Path) -> None:
         assert visit.page.evaluate("document.documentElement.scrollWidth") <= width
         drawn = visit.page.evaluate("document.querySelector('#time .nsewdrag').getBoundingClientRect().width")
         assert drawn > 0.6 * width
+    context.close()
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page about a run that went well, of so many mini-batches that each is thinner than a pixel, one that failed,
+    and one that was resumed."""
+    many = tuple(stretch(learner, place, 0.2) for place in range(500) for learner in range(2))
+    many = tuple(replace(each, computing=0.9, waiting_for_data=0.1) for each in many)
+    failed = [*events(), {"time": 14.0, "kind": "verdict", "text": "too quiet, for a reason that takes a line " * 3}]
+    failed += [{"time": 15.0, "kind": "end", "exit_code": 3, "message": f"a/long/path{'/of/folders' * 20}"}]
+    resumed = [*events((0, 9, 3)), {"time": 90.0, "kind": "start", "learners": 4, "strategy": "adpsgd"}]
+    experiments = [
+        evidence(label="well", stretches=many),
+        evidence(label="failed", events=failed, outcome=failed[-1]["message"]),
+        evidence(label="resumed", events=resumed, learners=4),
+    ]
+    path = tmp_path_factory.mktemp("outcomes") / "page.html"
+    path.write_text(render(experiments, "today"), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_nothing_overlaps_and_no_figure_is_blank(width: int, scheme: str, browser: Browser, outcomes: Path) -> None:
+    """Legends leave axis titles free, and the timeline of a long run is as green on a telephone as on a desk."""
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)  # type: ignore[arg-type]
+    visit = Visit(context.new_page(), outcomes)
+    assert layout_problems(visit.page) == []
+    for plot in visit.page.locator(".plot").all():
+        assert num_inked(plot, visit.page, ".trace") > 20, plot.get_attribute("id")
+    box = visit.page.locator("#timeline-0 .nsewdrag").bounding_box()
+    assert box is not None
+    assert num_inked(visit.page.locator("#timeline-0"), visit.page, ".trace") > 0.3 * box["width"] * box["height"]
+    assert not visit.problems
     context.close()
 
 

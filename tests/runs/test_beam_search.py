@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 from starling import errors
 from starling.cli import app
 from starling.errors import ConfigError, DataError
+from starling.experiment.folder import ExperimentFolder
+from starling.experiment.report import collect
 from starling.experiment.simulate import simulate_recipe
 from starling.speech.commands.evaluate import evaluate
 from starling.speech.recipe import check_recipe
@@ -81,6 +83,12 @@ def test_both_decodings_are_scored_tuned_on_the_validation_set_alone(songs_tree:
         assert [word["word"] for word in each["words"]] == each["text"].split()
         assert 0 <= each["words"][0]["start"] < each["words"][-1]["end"] < 3
     assert {each["rank"] for each in best} > {1, 2}
+
+    sets = collect(ExperimentFolder(experiment), "songs").sets  # the report page shows both searches
+    assert [(each.folder, f"{each.wer:.2f}") for each in sets] == [
+        (folder, lines[place].split()[1]) for folder, place in (("decode", 1), ("decode/beam", 5))
+    ]
+    assert sets[0].utterances and not sets[1].utterances
 
     written = (home / "search.json").stat().st_mtime_ns
     assert scored(experiment, with_beam=True, jobs=2) == lines

@@ -103,12 +103,13 @@ def test_stretches_and_epochs_agree(flock: Path, seen_in_flock: Evidence) -> Non
 def test_the_page_of_a_simulation_is_complete(flock: Path, tmp_path: Path) -> None:
     """It has figures, scores, commands and environment; what simulations lack is a sentence."""
     page = report(flock, tmp_path / "page.html").path.read_text(encoding="utf-8")
-    assert set(re.findall(r'class="plot" id="([\w-]+)"', page)) == {"time", "samples", "timeline-0", "staleness"}
+    assert set(re.findall(r'class="plot" id="([\w-]+)"', page)) == {"time", "samples", "timeline-0"}
+    assert "All gradients were computed at the newest weights: their staleness is 0." in page
     assert "Simulations score no valid set while they train." in page
     assert "Under allreduce, all learners have the same weights." in page
     summary = (flock / "decode" / "wer-summary-test.txt").read_text(encoding="utf-8")
     wer, low, high = re.findall(r"%WER (\S+) .*interval (\S+) - (\S+)", summary)[0]
-    assert f"<td>{wer} %</td><td>{low} – {high} %</td>" in page
+    assert f'<td class="left">decode/</td><td>{wer} %</td><td>{low} – {high} %</td>' in page
     assert page.count("<audio ") == 6
     assert "torch 2" in page and "0.5" in page
 

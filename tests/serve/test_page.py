@@ -1,7 +1,5 @@
 """The server's page in a real Chromium: a dropped file, a microphone, and errors."""
 
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,15 +8,12 @@ import pytest
 
 pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Page
 
+from tests.chromium import WIDTHS, layout_problems, needs_chromium, started
 from tests.serve.conftest import file_of, sung, words_of
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = [
-    pytest.mark.wide,
-    pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on the PATH"),
-]
+pytestmark = [pytest.mark.wide, needs_chromium]
 
 
 @pytest.fixture(scope="module")
@@ -33,16 +28,13 @@ def page(server: str, spoken: list[str], tmp_path_factory: pytest.TempPathFactor
     heard.write_bytes(file_of(sung(spoken, 48_000), 48_000))
     arguments = ["--use-fake-ui-for-media-stream", "--use-fake-device-for-media-stream"]
     arguments += [f"--use-file-for-fake-audio-capture={heard}"]
-    arguments += ["--no-sandbox"] if os.geteuid() == 0 else []
-    with sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=arguments)
+    with started(*arguments) as browser:
         shown = browser.new_page()
         problems: list[str] = []
         shown.on("console", lambda each: problems.append(each.text) if each.type in ("error", "warning") else None)
         shown.on("pageerror", lambda error: problems.append(str(error)))
         shown.goto(server)
         yield shown
-        browser.close()
         assert [each for each in problems if "400" not in each] == []  # the browser reports refused uploads
 
 
@@ -57,6 +49,15 @@ def test_a_chosen_file_is_shown_by_segment(page: Page, tmp_path: Path) -> None:
     assert page.inner_text("#model").endswith("tones")
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_page_fits_the_screen(width: int, scheme: str, page: Page) -> None:
+    """With a transcript on it: nothing reaches beyond the screen, and nothing covers anything else."""
+    page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+    page.set_viewport_size({"width": width, "height": 900})
+    assert layout_problems(page) == []
+
+
 def test_a_dropped_file_that_is_not_audio_is_refused_in_words(page: Page) -> None:
     """The words are the server's."""
     page.evaluate(
@@ -67,7 +68,7 @@ def test_a_dropped_file_that_is_not_audio_is_refused_in_words(page: Page) -> Non
         }"""
     )
     page.wait_for_selector("#status.error")
-    assert page.inner_text("#status") == "notes.md: cannot be read as audio: Format not recognised."
+    assert page.inner_text("#status").startswith("notes.md: cannot be read as audio: ")
     assert page.inner_text("#text") == ""
 
 

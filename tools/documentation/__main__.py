@@ -1,5 +1,6 @@
 """`python -m tools.documentation FOLDER` writes the sources of the documentation site, for `make docs`."""
 
+import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -14,7 +15,8 @@ GENERATED: Mapping[str, Callable[[], str]] = {
 }
 """The functions that make the generated part of each page."""
 PLACE = "> This part of the page is made from the source when the site is built: `make docs`."
-"""The line that stands in a page in place of its generated part."""
+"""The first line of the quotation that stands in a page in place of its generated part, and says where to look in the
+repository."""
 _ASSETS = (".svg", ".png", ".css")
 
 
@@ -52,7 +54,7 @@ def text_of(page: Path) -> str:
     """The text of a page on the site."""
     text = page.read_text(encoding="utf-8")
     if (make := GENERATED.get(links.site_page(page))) is not None:
-        text = text.replace(PLACE, make())
+        text = re.sub(rf"^{re.escape(PLACE)}(\n>.*)*$", lambda _: make(), text, flags=re.MULTILINE)
     return links.for_site(text, page)
 
 

@@ -109,6 +109,7 @@ def collect(folder: ExperimentFolder, label: str) -> Evidence:
         is_virtual=is_virtual,
         outcome=_outcome(folder, events),
         unit="utterances" if "data" in settings else "examples",
+        loss_unit={"ctc": "token", "frames": "frame"}.get(str(settings.get("loss")), "") if "data" in settings else "",
         events=events,
         stretches=stretches,
         curve=_curve_of(stretches or _read_tensorboard(folder.tensorboard)) or _curve_of_epochs(events),
@@ -127,7 +128,13 @@ def collect(folder: ExperimentFolder, label: str) -> Evidence:
             bool(stretches),
             "No timeline: the run did not record when its learners computed (seen/*/learner-*.jsonl).",
         ),
-        ("staleness", any(found.staleness), "No staleness was recorded."),
+        (
+            "staleness",
+            any(found.staleness[1:]),
+            "All gradients were computed at the newest weights: their staleness is 0."
+            if found.staleness
+            else "No staleness was recorded.",
+        ),
         ("consensus", bool(distances), one_model or "No consensus distance was recorded, or it was 0."),
         ("events", bool(events), "The run recorded no events (log/events.jsonl)."),
     )
@@ -246,8 +253,8 @@ def _curve_of_epochs(events: Sequence[Event]) -> list[CurvePoint]:
 
 
 def _sets(folder: ExperimentFolder, settings: Tree, missing: dict[Section, str]) -> tuple[ScoredSet, ...]:
-    """The scored sets, with audio if the prepared data are there."""
-    files = sorted(folder.decode.glob("recogs-*.txt"))
+    """The sets that were scored greedily and by other searches, with audio if the prepared data are there."""
+    files = sorted(folder.decode.rglob("recogs-*.txt"), key=lambda file: (file.name, len(file.parts), file))
     if not files:
         missing["scores"] = "No set was scored (`starling evaluate`)."
         return ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
@@ -14,13 +14,15 @@ import numpy as np
 
 from starling.events import Event
 from starling.launch.messages import Stretch
-from starling.reporting.epochs import SPENT, merged
+from starling.reporting.epochs import merged, share
+from starling.reporting.goodput import Goodput
 
 Seconds = float
 Section = Literal["training", "validation", "timeline", "staleness", "consensus", "scores", "audio", "events"]
 """A part of the page for which some experiments have no data."""
 MAX_EVENTS = 200
 """Largest number of events in the table of one experiment: the first and the last ones are shown."""
+_WARNINGS = ("loss", "left-out", "stall", "advice")
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class CurvePoint:
     examples: int | None
     """Number of utterances, or other examples, of all learners so far; None if it was not recorded."""
     loss: float
-    """The mean loss per frame since the previous point."""
+    """The mean loss since the previous point, in which mini-batches count by their frames."""
     low: float | None = None
     """Lowest loss of several runs, with `high` as the highest; None for one run."""
     high: float | None = None
@@ -60,6 +62,8 @@ class ScoredSet:
     """The scores of one set, from an experiment's `decode` folder."""
 
     name: str
+    folder: str
+    """Folder of its texts: `decode`, or that of another search, such as `decode/beam`."""
     wer: float
     """Word error rate, in per cent."""
     interval: tuple[float, float] | None
@@ -72,6 +76,7 @@ class ScoredSet:
     num_utterances: int
     num_wrong: int
     utterances: tuple[Utterance, ...]
+    """The best, median and worst ones; empty for another search."""
     confusions: tuple[tuple[str, str, int], ...]
     """Most frequent errors: the word of the reference and the recognised word, empty for none, and the number of
     occurrences."""
@@ -103,6 +108,8 @@ class Evidence:
     """How the run ended, in words."""
     unit: str = "utterances"
     """Unit of the examples in its mini-batches."""
+    loss_unit: str = ""
+    """Unit over which the loss is a mean: `token`, `frame`, or empty if the workload's own function says."""
     events: Sequence[Event] = ()
     stretches: Sequence[Stretch] = ()
     curve: Sequence[CurvePoint] = ()
@@ -139,9 +146,8 @@ class Evidence:
         return replace(whole, seconds=whole.end - min((each.begin for each in self.stretches), default=0.0))
 
     def share(self, what: Literal["computing", "waiting_for_data", "waiting_for_peers"]) -> float | None:
-        """The share of one kind of the learners' time, in per cent of all recorded time."""
-        recorded = sum(getattr(self.whole, each) for each in SPENT)
-        return 100.0 * float(getattr(self.whole, what)) / recorded if recorded > 0.0 else None
+        """The share of one kind of the learners' time, in per cent of their training time."""
+        return share(work, what) if (work := merged(self.stretches)).seconds else None
 
     @property
     def num_batches(self) -> int:
@@ -154,10 +160,23 @@ class Evidence:
         return self.whole.examples / seconds if (seconds := self.whole.seconds) else None
 
     @property
-    def goodput(self) -> float | None:
-        """The goodput of the newest run in per cent; None if it was not recorded."""
-        found = [each["ratio"] for each in self.events if each["kind"] == "goodput" and is_number(each.get("ratio"))]
-        return 100.0 * float(found[-1]) if found else None
+    def goodput(self) -> Goodput | None:
+        """The goodput of the newest run; None if it was not recorded."""
+        names = [each.name for each in fields(Goodput)]
+        found = [
+            each for each in self.events if each["kind"] == "goodput" and all(is_number(each.get(n)) for n in names)
+        ]
+        return Goodput(**{name: found[-1][name] for name in names}) if found and found[-1]["machines"] else None
+
+    @property
+    def warnings(self) -> list[str]:
+        """The error that ended the newest run, and the run's losses, stalls and advice."""
+        starts = [place for place, each in enumerate(self.events) if each["kind"] == "start"]
+        newest = self.events[starts[-1] :] if starts else self.events
+        serious = [each for each in newest if each.get("exit_code")] + [
+            each for each in newest if each["kind"] in _WARNINGS
+        ]
+        return list(dict.fromkeys(map(_told, serious)))
 
     @property
     def validations(self) -> list[tuple[float, float]]:

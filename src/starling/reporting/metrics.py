@@ -153,7 +153,7 @@ def _of_learner(roster: Roster, record: LearnerRecord) -> Iterator[_Sample]:
     yield True, "steps", "Mini-batches computed.", own, record.num_steps
     yield True, "samples", "Examples computed.", own, done.examples
     yield True, "frames", "Frames computed.", own, done.frames
-    yield False, "loss", "Training loss per frame in the last report.", own, record.loss
+    yield False, "loss", "Training loss in the last report.", own, record.loss
     yield False, "learning_rate", "The learning rate in the last report.", own, rate
     text = "Seconds of audio trained on per second in the last report."
     yield False, "audio_seconds_per_second", text, own, audio_rate

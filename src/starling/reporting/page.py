@@ -78,7 +78,7 @@ def loss_by_time(experiments: Sequence[Evidence]) -> go.Figure:
     shown = [each for each in experiments if each.curve and each.curve[0].seconds is not None]
     longest = max((point.seconds or 0.0 for each in shown for point in each.curve), default=0.0)
     divisor, unit = _unit(longest)
-    drawing = _Drawing(f"{_clock(shown)}, {unit}", "training loss", experiments)
+    drawing = _Drawing(f"{_clock(shown)}, {unit}", _loss(shown), experiments)
     for each in shown:
         drawing.losses(each, each.curve, [(point.seconds or 0.0) / divisor for point in each.curve])
     return drawing
@@ -87,7 +87,7 @@ def loss_by_time(experiments: Sequence[Evidence]) -> go.Figure:
 def loss_by_samples(experiments: Sequence[Evidence]) -> go.Figure:
     """Training loss against mini-batches; a button shows it against utterances, if these are recorded."""
     shown = [each for each in experiments if each.curve]
-    drawing, unit = _Drawing("mini-batches of all learners", "training loss", experiments), _unit_of_examples(shown)
+    drawing, unit = _Drawing("mini-batches of all learners", _loss(shown), experiments), _unit_of_examples(shown)
     x: dict[str, list[list[float]]] = {"mini-batches": [], unit: []}
     for each in shown:
         steps, examples = [point.step for point in each.curve], [point.examples or 0 for point in each.curve]
@@ -117,8 +117,7 @@ def speed_up(experiments: Sequence[Evidence]) -> go.Figure:
         return go.Figure()
     fewest, most = min(each.learners for each in shown), max(each.learners for each in shown)
     base = mean(each.throughput or 0.0 for each in shown if each.learners == fewest) / fewest
-    unit = f"{_unit_of_examples(shown)} per second, relative to {fewest} learner{'s' * (fewest > 1)}"
-    figure = _Drawing("learners", unit, experiments)
+    figure = _Drawing("learners", f"throughput, relative to {fewest} learner{'s' * (fewest > 1)}", experiments)
     for place, (strategy, group) in enumerate(groupby(shown, attrgetter("strategy"))):
         points = list(group)
         figure.add_scatter(
@@ -134,6 +133,7 @@ def speed_up(experiments: Sequence[Evidence]) -> go.Figure:
     figure.add_scatter(
         x=ends, y=[end / fewest for end in ends], name="ideal", mode="lines", line={"dash": "dot", "color": "#888888"}
     )
+    figure.update_xaxes(tickvals=sorted({each.learners for each in shown}))
     figure.update_yaxes(rangemode="tozero")
     return figure
 
@@ -161,7 +161,11 @@ def timeline(experiment: Evidence, num_shown: int) -> go.Figure:
                 customdata=custom,
                 mode="lines",
                 name=words,
-                line={"width": max(3, min(16, (height - 110) // len(learners) - 6)), "color": colour},
+                line={
+                    "width": max(3, min(16, (height - 110) // len(learners) - 6)),
+                    "color": colour,
+                    "simplify": False,
+                },
                 hovertemplate=f"learner %{{customdata[0]}} {words} for %{{customdata[1]:.4~g}} s<br>mini-batch "
                 "%{customdata[2]}%{customdata[3]}<extra></extra>",
             )
@@ -191,8 +195,11 @@ def timeline(experiment: Evidence, num_shown: int) -> go.Figure:
 
 
 def staleness(experiments: Sequence[Evidence]) -> go.Figure:
-    """The share of gradients with each staleness."""
-    drawing = _Drawing("staleness: changes of the weights while a gradient was computed", "gradients, %", experiments)
+    """The share of gradients with each staleness. It is empty if no gradient of any experiment has one above 0."""
+    most = max((len(each.staleness) for each in experiments if any(each.staleness[1:])), default=0)
+    if not most:
+        return go.Figure()
+    drawing = _Drawing("staleness, in changes of the weights", "gradients, %", experiments)
     for each in experiments:
         counts = {place: count for place, count in enumerate(each.staleness) if count}
         if counts:
@@ -205,16 +212,22 @@ def staleness(experiments: Sequence[Evidence]) -> go.Figure:
                 hovertemplate="staleness %{x}: %{y:.3~g} %, %{customdata} gradients",
             )
     drawing.update_layout(barmode="group", hovermode="closest")
+    drawing.update_xaxes(range=[-0.6, most - 0.4], tick0=0, dtick=math.ceil(most / 10))
     return drawing
 
 
 def consensus(experiments: Sequence[Evidence]) -> go.Figure:
     """Distance of the learners' weights from their mean."""
     drawing = _Drawing("mini-batches of all learners", "consensus distance", experiments)
-    drawing.update_yaxes(type="log", exponentformat="power")
+    tens = []
     for each in experiments:
         if "consensus" not in each.missing:
-            drawing.line(each, [point for point in each.distances if point[1] > 0.0], "lines+markers")
+            points = [point for point in each.distances if point[1] > 0.0]
+            drawing.line(each, points, "lines+markers")
+            tens += [math.log10(distance) for _, distance in points]
+    low, high = (math.floor(min(tens)), math.floor(max(tens)) + 1) if tens else (0, 1)
+    ticks = {"dtick": math.ceil((high - low) / 8), "exponentformat": "power"}  # no digits between powers of ten
+    drawing.update_yaxes(type="log", range=[low, high], **ticks)
     return drawing
 
 
@@ -231,8 +244,8 @@ class _Drawing(go.Figure):  # type: ignore[misc]
             hovermode="x unified",
             legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
             showlegend=True,
-            xaxis={"title": {"text": x_title}, "zeroline": False},
-            yaxis={"title": {"text": y_title}, "zeroline": False},
+            xaxis={"title": {"text": x_title, "standoff": 8}, "zeroline": False, "automargin": True},
+            yaxis={"title": {"text": y_title, "standoff": 8}, "zeroline": False, "automargin": True},
         )
 
     def line(self, experiment: Evidence, points: Sequence[tuple[float, float]], mode: str = "lines") -> None:
@@ -285,9 +298,9 @@ class _Drawing(go.Figure):  # type: ignore[misc]
                     "font": {"size": 11},
                 }
             ],
-            legend={"y": -58 / (height - 82), "yanchor": "top"},  # below the title of the x axis
-            margin={"t": 40, "b": 76},
-            height=height + 34,
+            legend={"yref": "container", "y": 0.0},  # below the title of the x axis, in as many rows as it takes
+            margin={"t": 40, "b": 92},
+            height=height + 50,
         )
 
 
@@ -324,6 +337,11 @@ def _clock(experiments: Sequence[Evidence]) -> str:
     if kinds == {True}:
         return "simulated time"
     return "time of training" if kinds == {False} else "time of training, real or simulated"
+
+
+def _loss(experiments: Sequence[Evidence]) -> str:
+    units = {each.loss_unit for each in experiments}
+    return f"training loss per {unit}" if len(units) == 1 and (unit := units.pop()) else "training loss"
 
 
 def _unit_of_examples(experiments: Sequence[Evidence]) -> str:

@@ -274,7 +274,7 @@ def scored_set(folder: ExperimentFolder, recogs: Path) -> tuple[ScoredSet, str]:
     alignments = align_words(references, hypotheses)
     counts = Counter(pair for alignment in alignments.values() for pair in alignment if pair[0] != pair[1])
     frequent = sorted(counts.items(), key=lambda each: (-each[1], each[0]))
-    utterances = chosen(references, alignments)
+    utterances = chosen(references, alignments) if recogs.parent == folder.decode else ()
     problem = ""
     try:
         audio = _audio(load_resolved(folder.config).data.set_folder(set_of(name)), [each.name for each in utterances])
@@ -283,6 +283,7 @@ def scored_set(folder: ExperimentFolder, recogs: Path) -> tuple[ScoredSet, str]:
         problem = f"No audio of {name}: {error}."
     return ScoredSet(
         name=name,
+        folder=recogs.parent.relative_to(folder.path).as_posix(),
         wer=rates.wer,
         interval=rates.interval,
         cer=rates.cer,
