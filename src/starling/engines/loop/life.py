@@ -20,7 +20,7 @@ from starling.engines.loop.run import LoopRun, Past, plan
 from starling.engines.processes.backend import LOSSES
 from starling.engines.processes.handshake import Handshake, Peers
 from starling.engines.processes.process_group import process_group
-from starling.errors import ConfigError, FinishedApart, PeerLost, ProtocolError
+from starling.errors import ConfigError, FinishedApart, PeerLost, ProtocolError, some
 from starling.timeouts import REGROUP
 from starling.training.membership import Membership
 
@@ -50,6 +50,8 @@ class LoopLife:
                 root.check_alike(handshake)
             first = self._feed.first()
             run.has_joined = first.number > 0
+            if not run.has_joined:
+                run.resume(root.place.rank, root.place.world)
             self._regroup(first)
         except BaseException as error:
             self._feed.leave(error)
@@ -182,6 +184,13 @@ class LoopLife:
                 f"learner {name} has joined, but all learners that had the run's model were lost before it was "
                 "copied; start the run again, from your loop's last checkpoint"
             )
+        newest = {past.newest_save for past in pasts}
+        if membership.number == 0 and len(newest) > 1:
+            raise ProtocolError(
+                f"learners resume from different checkpoints, {some(sorted(newest))}; the folder `checkpoints` must be "
+                "on a file system that all learners share"
+            )
+        run.newest_save = max(newest)
         is_in_step = run.strategy.sync_groups(run.options, 2).size == 2
         how = plan(pasts, run.strategy.has_one_model, is_in_step, run.strategy.keeps_state)
         with ExitStack() as stack:
