@@ -43,9 +43,10 @@ class LoopStats:
     steps_skipped: int
     """Number of non-finite gradients, which are skipped."""
     rounds: int
-    """Number of averaging rounds in the learner's background."""
+    """Number of times that the learner has averaged its weights or its gradient with others; 0 if servers keep the
+    model, or if it is shared."""
     rounds_per_gradient: float
-    """Number of averaging rounds divided by the number of steps."""
+    """`rounds` divided by the number of steps."""
     staleness: dict[int, int]
     """Number of gradients with each staleness, which is the number of changes to the weights between reading them and
     applying the gradient."""

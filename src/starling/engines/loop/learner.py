@@ -57,6 +57,7 @@ class LoopLearner(ConnectedLearner):
         self.survives = peers.feed.is_watched
         self._num_groups = len(run.replica.optimizer.param_groups)
         self._is_ending = False
+        self._has_mixed = False  # whether the loop's own thread has changed the weights other than by a step
         self._before_rounds: dict[str, Tensor] = {}
         self._changed = threading.Condition()  # notified when there is an announcement or a failure
         self._coroutine = run.strategy.start(self, run.options)
@@ -141,10 +142,12 @@ class LoopLearner(ConnectedLearner):
 
     def apply(self, delta: Tensor, piece: slice | None = None) -> None:
         super().apply(delta, piece)
+        self._has_mixed |= not self.is_behind
         self._follow()
 
     def replace(self, weights: Tensor, piece: slice | None = None) -> None:
         super().replace(weights, piece)
+        self._has_mixed |= not self.is_behind
         if piece is None:  # if pieces were replaced, the next gradient refreshes the loop's weights
             self._follow()
 
@@ -186,6 +189,7 @@ class LoopLearner(ConnectedLearner):
         if run.gradient == "given":
             self._gradient.is_supplied = True
             self._proceed()
+            self._count_round(run.strategy.averages_gradients(run.options))
         elif run.gradient == "alone":
             self.replica.step(self.replica.next_gradient(), 1.0)
         run.num_steps += 1
@@ -307,6 +311,7 @@ class LoopLearner(ConnectedLearner):
                 while inspect.getcoroutinestate(self._coroutine) == inspect.CORO_SUSPENDED:
                     self._coroutine.send(None)
             self.join_background()
+            self._count_round(is_mean=False)
             if self.rounds.cuts is not None:
                 self.rounds.cuts.save(is_over=True)
             self.order.flush()
@@ -350,6 +355,14 @@ class LoopLearner(ConnectedLearner):
                     lambda name: int(self.peers.store.add(f"saved/{name}", 1)),
                     run.strategy.has_one_model,
                 )
+
+    def _count_round(self, is_mean: bool) -> None:
+        """Count a round in the loop's own thread, if there was one: its step used the mean gradient (`is_mean`), or the
+        learner has received weights. Rounds in the background are counted there."""
+        strategy = self._run.strategy
+        if self.world > 1 and self._background is None and strategy.steps_itself and not strategy.is_served:
+            self.statistics.averaging.rounds += is_mean or self._has_mixed
+        self._has_mixed = False
 
     def _make_up(self, listener: AnnouncementListener) -> None:
         """Wait until the loops of all learners have ended. Learners that step together must end after the same step, so

@@ -20,7 +20,7 @@ from starling.engines.loop.run import LoopRun, Past, plan
 from starling.engines.processes.backend import LOSSES
 from starling.engines.processes.handshake import Handshake, Peers
 from starling.engines.processes.process_group import process_group
-from starling.errors import ConfigError, FinishedApart, PeerLost, ProtocolError, some
+from starling.errors import ConfigError, FinishedApart, PeerLost, ProtocolError, StarlingError, some
 from starling.timeouts import REGROUP
 from starling.training.membership import Membership
 
@@ -55,13 +55,23 @@ class LoopLife:
             self._regroup(first)
         except BaseException as error:
             self._feed.leave(error)
+            if isinstance(error, StarlingError):
+                raise error.with_traceback(None) from None
             raise
         if self._feed.is_watched:
             threading.Thread(target=self._follow, name="starling-regroup", daemon=True).start()
 
     def run(self, action: Callable[Concatenate[LoopLearner, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call `action` on the learner, and return its result. If a membership change interrupts the call, repeat it on
-        the learner of the next membership. Every `action` first checks whether the learner has failed."""
+        the learner of the next membership. Every `action` first checks whether the learner has failed.
+
+        Errors of Starling end without the frames inside the engine, so that the user sees where the loop was."""
+        try:
+            return self._repeat(action, *args, **kwargs)
+        except StarlingError as error:
+            raise error.with_traceback(None) from None
+
+    def _repeat(self, action: Callable[Concatenate[LoopLearner, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         while True:
             try:
                 with self._changed:
@@ -84,7 +94,7 @@ class LoopLife:
             raise FinishedApart(
                 f"learner {self._root.rank} has finished apart from the others, which may end with another model than "
                 f"its own: {error}; use the model of a learner that ended well"
-            ) from error
+            ) from None
         with self._changed:
             self._is_over = True
             if not self._feed.is_watched:

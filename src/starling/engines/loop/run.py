@@ -204,7 +204,7 @@ class LoopRun:
         replica: LoopReplica,
         seed: int,
         most_not_finite: int,
-        files: LoopFiles = LoopFiles(),  # noqa: B008 - immutable
+        files: LoopFiles = LoopFiles(),
     ) -> None:
         self.record, self.checkpoints = files.record, files.checkpoints
         self.resumed: LearnerState | None = None
