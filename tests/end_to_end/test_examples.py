@@ -4,15 +4,20 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 
+from starling.checkpoint.files import sort_key
+from starling.checkpoint.reader import checkpoints_in
 from starling.launch.rendezvous import REQUIRED
 from starling.recipe.file import apply_overrides, read_recipe
 from starling.recipe.run import LaunchConfig
+from tests.code_blocks import code_blocks
 from tests.sessions import run_to_end
+from tests.test_documents import environment
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,6 +75,31 @@ def test_torchrun_ends_all_and_starts_all_again_whatever_on_loss_says(tmp_path: 
     assert said.count("attempt 0 begins at step 0") == said.count("attempt 1 begins at step 0") == 2, said
     assert said.count("attempt 1 ends at step 30 with 2") == 2, said
     assert "attempt 0 ends" not in said
+
+
+@pytest.mark.wide
+def test_the_loop_of_the_page_resumes_after_a_kill_with_other_learners_and_strategies(tmp_path: Path) -> None:
+    """The script and the commands as they stand; before them, a run that is killed after two checkpoints."""
+    page = code_blocks(ROOT / "docs" / "your-own-loop.md")
+    (script,) = [each for each in page if each.saved_as == "resuming.py"]
+    (commands,) = [each.text for each in page if each.language == "sh" and "resuming.py" in each.text]
+    (tmp_path / "resuming.py").write_text(script.text, encoding="utf-8")
+    alone = subprocess.Popen([sys.executable, "resuming.py", "diloco", "100000"], cwd=tmp_path)
+    saved = tmp_path / "exp" / "loop"
+    while not (saved / "step-00000200" / "manifest.json").exists():
+        assert alone.poll() is None
+        time.sleep(0.01)
+    alone.kill()
+    alone.wait()
+    steps = sort_key(checkpoints_in(saved)[-1].name)[0]
+    for line, more in zip(commands.splitlines(), (500, 1000, 1500, 2000), strict=True):
+        command = line.replace(str(more), str(more + steps))
+        code, said, left = run_to_end(["bash", "-c", command], tmp_path, environment())
+        assert code == 0, said
+        assert not left
+        assert "the run resumes after step" in said
+        (accuracy,) = re.findall(rf"accuracy (\S+) after {more + steps} steps", said)
+        assert float(accuracy) > 0.9
 
 
 KILLED_ONCE = """

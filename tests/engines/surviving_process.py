@@ -63,6 +63,8 @@ def main(case: dict[str, Any], folder: Path) -> None:
             while case.get("until") == learner.num_steps and not is_restarted and not (folder / "joined").exists():
                 time.sleep(0.02)
             learner.step()
+            if "saves" in case and learner.num_steps % case["saves"] == 0:
+                learner.save()
             times.append(time.time())
             worlds.append(learner.world)
             (folder / f"at-{rank}").write_text(str(learner.num_steps))

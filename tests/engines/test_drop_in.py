@@ -71,6 +71,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dpsgd-quasi-global": {"strategy": "qg-dsgdm", "options": {"beta": 0.8, "mu": 0.2}},
     "dpsgd-tracking": {"strategy": "gradient-tracking", "options": {"pattern": "pairs"}},
     "sgp-overlap": {"strategy": "sgp", "options": {"overlap": True}},
+    "diloco": {"strategy": "diloco", "options": {"every": 5}},
     "noloco": {"strategy": "noloco", "options": {"every": 3}},
     "adpsgd": {"strategy": "adpsgd"},
     "averaged": {"strategy": "adpsgd", "options": {"optimizer_state": "averaged", "pattern": "pairs"}},
@@ -248,6 +249,16 @@ def test_statistics_count_what_happened(world: int, joined: Runner) -> None:
             assert (each["seconds"] >= 0.0).all()
         assert len({int(each["stats"][1]) for each in outcomes}) == 1, name
     assert int(joined(world)["last-has-many"][0]["stats"][1]) > 0
+
+
+@every_world
+@pytest.mark.parametrize(
+    ("name", "rounds"),
+    [("allreduce", STEPS), ("allreduce-int4", STEPS), ("delay-by-one", STEPS), ("dpsgd-random", STEPS), ("diloco", 3)],
+)
+def test_rounds_of_learners_in_step_are_counted(name: str, rounds: int, world: int, joined: Runner) -> None:
+    """One for each mean; `diloco` agrees after 5 and 10 of 12 steps, and at the end."""
+    assert [int(each["stats"][1]) for each in joined(world)[name]] == [rounds] * world
 
 
 @every_world

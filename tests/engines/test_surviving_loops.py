@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import starling
+from starling.checkpoint.reader import checkpoints_in, load
 from starling.engines.loop.run import Past, plan
 from starling.errors import ConfigError, FinishedApart
 from starling.launch.coordinator import listen
@@ -177,6 +178,25 @@ def test_a_child_that_a_learner_forked_does_not_hide_its_death(
             for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("strategy", ["adpsgd", "allreduce"])
+def test_the_survivors_save_and_two_of_three_resume(strategy: str, tmp_path: Path) -> None:
+    """And then three: the third is new."""
+    options = {"checkpoints": str(tmp_path / "saved")}
+    case = {"strategy": strategy, "steps": 60, "seconds": 0.002, "saves": 10, "options": options}
+    (tmp_path / "first").mkdir()
+    with loops(case | {"deaths": {"1": 25}}, 3, tmp_path / "first") as started:
+        died = started.died(1)
+        check_survivors(started.results(0, 2), died, 5.0, 60)
+    newest = load(checkpoints_in(tmp_path / "saved")[-1])
+    assert (newest.folder.name, newest.manifest.learners) == ("step-00000060", 2)
+    for world, steps in ((2, 80), (3, 100)):
+        (folder := tmp_path / str(world)).mkdir()
+        with loops(case | {"steps": steps}, world, folder) as started:
+            for each in started.results(*range(world)):
+                assert each["steps"].tolist() == [steps - 20, steps, 20]
+                assert bool(each["final"].isfinite().all())
 
 
 @pytest.mark.parametrize("on_loss", ["continue", pytest.param("stop", marks=pytest.mark.wide)])

@@ -1,6 +1,7 @@
 """What brings asynchronous learners back into step is found, and named with its remedy."""
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import starling
-from starling.errors import ConfigError
+from starling.errors import ConfigError, ProtocolError
 from starling.launch.joining import check_modules
 
 
@@ -44,3 +45,18 @@ def test_metrics_that_exchange_their_states_are_named() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_modules(model, "allreduce", is_in_step=True)
+
+
+def test_an_error_shows_the_loops_line_and_not_the_engine() -> None:
+    """The loop, `step`, and the two calls that hide the frames below; no earlier error above it."""
+    model = nn.Linear(2, 1)
+    with starling.join(model, torch.optim.SGD(model.parameters(), lr=0.1)) as learner:
+        with learner.consensus(final=True):
+            pass
+        with pytest.raises(ProtocolError, match="has finished") as caught:
+            learner.step()
+    assert [Path(entry.path).name for entry in caught.traceback][1:] == [
+        "joined.py",
+        "life.py",
+    ]
+    assert caught.value.__cause__ is None

@@ -109,6 +109,8 @@ class LearnerState:
     their order. None means that both are the same."""
     is_worker: bool = True
     """Whether the learner computes gradients. If it does not, its weights are valid only in its shards."""
+    loop: dict[str, Any] = field(default_factory=dict)
+    """What a user's own loop keeps beside its learner; empty otherwise."""
     is_complete: bool = True
     """Whether this state includes all averaging rounds that the states of other learners may include. Do not save a
     state that is not complete."""
@@ -156,6 +158,7 @@ class LearnerState:
             "of_strategy": self.of_strategy,
             **({"island": self.shard_of_island.encode()} if self.shard_of_island else {}),
             "shards": [shard.encode(tensors) for shard in self.shards],
+            **({"loop": encode_state(self.loop, "loop", tensors)} if self.loop else {}),
         }
         return scalars | {"is_finite": all_finite(tensors.values())}, tensors
 
@@ -191,6 +194,7 @@ class LearnerState:
             of_strategy=str(scalars.get("of_strategy", "")),  # version 0.2 wrote none
             under_shards=under_shards,
             is_worker=scalars["is_worker"],
+            loop=decode_state(scalars.get("loop", {}), tensors),
         )
 
 

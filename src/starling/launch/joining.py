@@ -24,7 +24,7 @@ from torch.utils.data.distributed import DistributedSampler
 from starling.configuration import Config, checked, owners
 from starling.engines.loop.joined import JoinedLearner
 from starling.engines.loop.replica import OptimizerList, as_one, members_of, parameters_of
-from starling.engines.loop.run import LoopRecord
+from starling.engines.loop.run import LoopCheckpoints, LoopFiles, LoopRecord, Stateful
 from starling.engines.processes.handshake import Peers
 from starling.engines.processes.place import Place
 from starling.errors import ConfigError
@@ -49,6 +49,8 @@ def join(
     on_loss: Literal["stop", "continue"] = "stop",
     record: Path | str | None = None,
     follow: Path | str | None = None,
+    checkpoints: Path | str | None = None,
+    stateful: Sequence[Stateful] = (),
     **options: Any,
 ) -> JoinedLearner:
     """Let your own PyTorch loop train `model` together with the other processes that `torchrun` started.
@@ -76,12 +78,17 @@ def join(
             folder is replaced.
         follow: A folder that contains such a record. The learners follow the recorded order, so that a loop that
             computes the same gradients ends with bit-identical weights.
+        checkpoints: A folder, which all learners share, for the checkpoints that `JoinedLearner.save` writes. If it
+            contains a checkpoint, the run resumes from the newest one, also with another number of learners.
+        stateful: Objects with `state_dict` and `load_state_dict` that are saved and resumed with the learner, such as
+            learning rate schedulers, a `GradScaler` and samplers.
         options: The strategy's options, such as `pattern="pairs"`.
 
     Raises:
         ConfigError: The strategy, its options, the model or the optimizer cannot be used.
         ProtocolError: Learners differ in configuration, model or version.
         PeerLost: Another learner did not connect in time.
+        CheckpointError: The newest checkpoint is damaged, or holds another model.
         ReplayError: The record to `follow` is damaged, or the learners end with weights that differ from the record.
     """
     check_loop(model, joined := as_one(optimizer))
@@ -106,12 +113,18 @@ def join(
     chosen.validate(own, place.world)
     is_in_step = chosen.sync_groups(own, place.world).size == place.world
     check_modules(model, chosen.name, is_in_step)
-    kept = None
+    files = LoopFiles()
+    if checkpoints is not None:
+        files = LoopFiles(checkpoints=LoopCheckpoints(Path(checkpoints), stateful))
+    elif stateful:
+        raise ConfigError("stateful: these objects are saved in checkpoints; give a folder as `checkpoints`")
     if record is not None or follow is not None:
         if chosen.name in RACES:
             raise ConfigError(f"record, follow: learners of {chosen.name} race for single numbers, in no order")
-        kept = LoopRecord(place.rank, *(None if each is None else Path(each) for each in (record, follow)))
-    return JoinedLearner(root, model, joined, chosen, own, seed, most_not_finite, kept)
+        if checkpoints is not None:
+            raise ConfigError("record, follow: a run that saves checkpoints cannot be recorded; leave one of them out")
+        files = LoopFiles(LoopRecord(place.rank, *(None if each is None else Path(each) for each in (record, follow))))
+    return JoinedLearner(root, model, joined, chosen, own, seed, most_not_finite, files)
 
 
 def _check(

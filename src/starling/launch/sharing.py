@@ -127,6 +127,8 @@ class _Shared(Sampler[T], Generic[T]):
         self._has_ended = False
         self._present: Claims | None = None
 
+    is_shared = True
+    """Whether all learners load the state of the same learner from a checkpoint of `starling.join`."""
     _end: int | None = None
     """Number of positions in an epoch, if it only becomes known at the end of a pass."""
 

@@ -267,19 +267,21 @@ class Checker:
             DataError: Too many utterances were skipped, or none is left.
         """
         bad = [each for each in self.dropped if each.bad]
-        examples = "; ".join(f"{each.id!r}: {each.reason}" for each in (bad or self.dropped)[:5])
+        first = [f"\n  {each.id!r}: {each.reason}" for each in (bad or self.dropped)[:5]]
         if len(bad) > self._limits.skippable(self._total):
             raise DataError(
                 f"set {self._name}: {len(bad)} of {self._total} utterances are unusable, more than "
-                f"data.filter.max_skipped = {self._limits.max_skipped:.2%}; the first: {examples}; correct them, or "
-                "raise that limit"
+                f"data.filter.max_skipped = {self._limits.max_skipped:.2%}; correct them, or raise that limit. "
+                f"The first {len(first)}:{''.join(first)}"
             )
         if self._total == 0:
             raise DataError(
                 f"set {self._name}: the corpus has no utterances for this set; correct data.corpus.sets.{self._name}"
             )
         if self._total == len(self.dropped):
-            raise DataError(f"set {self._name}: all {self._total} utterances were dropped; the first: {examples}")
+            raise DataError(
+                f"set {self._name}: all {self._total} utterances were dropped. The first {len(first)}:{''.join(first)}"
+            )
         return self.dropped
 
     def _checked_words(self, utterance: Utterance) -> Utterance:

@@ -312,30 +312,21 @@ class CourseLearner(ReplicaLearner):
     def state(self, position: Position, epochs_ended: int | None = None) -> LearnerState:
         """Return this learner's state for continuing from `position`. The state shares memory with the learner. Call
         this method between two mini-batches."""
-        weights, shards = self.replica.on_host(), tuple(shard.state() for shard in self.own_shards.held)
-        under_shards = None
-        if shards:
-            if self.is_worker and self.job.strategy.steps_itself:  # its weights are not just a copy of the shards
-                under_shards = torch.cat([weights[shard.start : shard.stop] for shard in shards])
-            weights = weights.clone()
-            for shard in shards:
-                weights[shard.start : shard.stop] = shard.weights
-        return LearnerState(
+        state = LearnerState(
             rank=self._rank,
             world=self._world,
             position=position,
             epochs_ended=epochs_ended,
             minutes=self._minutes,
-            weights=weights,
+            weights=self.replica.on_host(),
             buffers={name: buffer.detach().cpu() for name, buffer in self.named_buffers().items()},
             optimizer=self.replica.optimizer.state_dict(),
             strategy=dict(self.replica.strategy_state),
-            shards=shards,
             shard_of_island=self.shard_of_island,
             of_strategy=self.job.strategy.described(self.job.options),
-            under_shards=under_shards,
             is_worker=self.is_worker,
         )
+        return self.own_shards.added_to(state, self.is_worker and self.job.strategy.steps_itself)
 
     def _pass_barriers(self, portion: int) -> None:
         """Pass all checkpoint barriers up to `portion`. There are several if this learner had no mini-batch between

@@ -74,6 +74,18 @@ class HeldShards:
             self._hold(piece, weights[piece], counts[number], self.host.rank) for number, piece in enumerate(pieces)
         ]
 
+    def added_to(self, state: LearnerState, computes_elsewhere: bool) -> LearnerState:
+        """Return a learner's state with the shards. `computes_elsewhere` says that the learner's own weights are not
+        just a copy of the shards."""
+        if not self.held:
+            return state
+        weights, shards, under_shards = state.weights.clone(), tuple(shard.state() for shard in self.held), None
+        if computes_elsewhere:
+            under_shards = torch.cat([weights[shard.start : shard.stop] for shard in shards])
+        for shard in shards:
+            weights[shard.start : shard.stop] = shard.weights
+        return replace(state, weights=weights, shards=shards, under_shards=under_shards)
+
     def forget_saved(self) -> None:
         """Drop the checkpoint's shards, because no strategy holds further shards after the first claim."""
         self._saved.clear()

@@ -25,7 +25,7 @@ from starling.configuration import Config
 from starling.engines.loop.learner import LoopLearner
 from starling.engines.loop.life import LoopLife
 from starling.engines.loop.replica import LoopReplica, describe, members_of, parameters_of
-from starling.engines.loop.run import LoopRecord, LoopRun
+from starling.engines.loop.run import LoopFiles, LoopRun
 from starling.engines.processes.handshake import Handshake, Peers
 from starling.engines.processes.threads import end_now
 from starling.errors import ConfigError, FinishedApart, ProtocolError
@@ -43,9 +43,10 @@ class LoopStats:
     steps_skipped: int
     """Number of non-finite gradients, which are skipped."""
     rounds: int
-    """Number of averaging rounds in the learner's background."""
+    """Number of times that the learner has averaged its weights or its gradient with others; 0 if servers keep the
+    model, or if it is shared."""
     rounds_per_gradient: float
-    """Number of averaging rounds divided by the number of steps."""
+    """`rounds` divided by the number of steps."""
     staleness: dict[int, int]
     """Number of gradients with each staleness, which is the number of changes to the weights between reading them and
     applying the gradient."""
@@ -88,7 +89,7 @@ class JoinedLearner(AbstractContextManager["JoinedLearner"]):
         options: Config,
         seed: int,
         most_not_finite: int,
-        record: LoopRecord | None = None,
+        files: LoopFiles,
     ) -> None:
         """Connect to `root`, the learners of the run. Raises the errors that `starling.join` lists."""
         place, survives = root.place, root.feed.is_watched
@@ -113,7 +114,7 @@ class JoinedLearner(AbstractContextManager["JoinedLearner"]):
         )
         self._is_closed = self._has_warned = False
         self._consensus_distance: float | None = None
-        self._run = LoopRun(strategy, options, replica, seed, most_not_finite, record)
+        self._run = LoopRun(strategy, options, replica, seed, most_not_finite, files)
         self._life = LoopLife(root, self._run, handshake)
         replica.adopted.leave()
         self.learner_id = place.rank
@@ -225,6 +226,23 @@ class JoinedLearner(AbstractContextManager["JoinedLearner"]):
                 yield
         finally:
             life.learner.begin_computing()
+
+    def save(self, number: int | None = None) -> None:
+        """Save this learner's part of a checkpoint in the folder that `starling.join` got as `checkpoints`.
+
+        Every learner calls this method between two steps, and not within `consensus`. The checkpoint is complete, and
+        `starling.join` can resume from it, once all learners have saved it; its folder `model` then contains the mean
+        of all learners' weights. The newest two checkpoints are kept.
+
+        Args:
+            number: The number of the checkpoint, by default `num_steps`. All learners call with the same numbers, which
+                increase. Pass a number, such as that of the epoch, if learners make unequal numbers of steps.
+
+        Raises:
+            ProtocolError: `starling.join` got no folder.
+            CheckpointError: The checkpoint cannot be written, or the optimizer's or an object's state cannot be saved.
+        """
+        self._life.run(LoopLearner.save, number)
 
     def stats(self) -> LoopStats:
         """Return this learner's counters up to now."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
-from starling.checkpoint.state import beyond_membership
+from starling.checkpoint.state import MEMBERSHIP_PREFIX, LearnerState, beyond_membership
 from starling.engines.loop.announcements import UNEQUAL, AnnouncementListener
 from starling.engines.loop.replica import Consensus, LoopReplica, members_of
 from starling.engines.loop.run import LoopPlan, LoopRun
@@ -30,9 +30,12 @@ from starling.engines.processes.collectives import OrderedMean, share_state
 from starling.engines.processes.communicator import LONGEST_LEAVE_SECONDS, ConnectedLearner
 from starling.engines.processes.handshake import Peers
 from starling.engines.processes.threads import GradientHandle, Mean, Worker
+from starling.engines.processes.tickets import SAVING, StoreCuts
 from starling.errors import PeerLost, ProtocolError, StarlingError
 from starling.learner import Handle, LoopEnded, Shard
 from starling.training.shards import HeldShards, MakeOptimizer
+from starling.training.succession import Cuts
+from starling.workload import Position, Ticket
 
 _HEARD_SECONDS = 2.0
 """Time for which a learner waits until all other learners have received the reason why they cannot end together."""
@@ -54,11 +57,16 @@ class LoopLearner(ConnectedLearner):
         self.survives = peers.feed.is_watched
         self._num_groups = len(run.replica.optimizer.param_groups)
         self._is_ending = False
+        self._has_mixed = False  # whether the loop's own thread has changed the weights other than by a step
+        self._before_rounds: dict[str, Tensor] = {}
         self._changed = threading.Condition()  # notified when there is an announcement or a failure
         self._coroutine = run.strategy.start(self, run.options)
         sync_groups = run.strategy.sync_groups(run.options, peers.world)
         super().__init__(peers, sync_groups, run.replica, run.seed, run.statistics, has_other_threads=peers.world > 1)
-        self.own_shards = HeldShards(self, _set_rates)
+        self.own_shards = HeldShards(self, _set_rates, run.resumed.shards if run.resumed else ())
+        is_cut = run.strategy.steps_itself and not run.strategy.is_served and sync_groups.size < peers.world
+        if run.checkpoints is not None and is_cut:
+            self.rounds.cuts = Cuts(run.replica, StoreCuts(self.peers))
         if (record := run.record) is not None:
             self.replica.order = self.order_of(record.script, lambda turns: record.tell("turns", turns=turns))
         try:
@@ -77,6 +85,8 @@ class LoopLearner(ConnectedLearner):
         if run.final is None:
             before = self.replica.version
             self._proceed()
+            self.own_shards.forget_saved()
+            run.resumed = None
             if self.replica.version != before and not self.replica.adopts_changes_apart:
                 self.replica.adopted.leave()  # the end of an interrupted agreement is no change that the loop has made
         self.begin_computing()
@@ -102,6 +112,10 @@ class LoopLearner(ConnectedLearner):
 
     def claim(self) -> bool:
         self.release.check()
+        if self._run.checkpoints is not None and self.rounds.cuts is None:
+            # a checkpoint needs the state before the rounds that the strategy starts with the next gradient
+            kept = self.replica.strategy_state.items()
+            self._before_rounds = {name: each.clone() for name, each in kept if name.startswith(MEMBERSHIP_PREFIX)}
         return not self._is_ending
 
     def gradient(self, at: Tensor) -> Handle[Tensor]:
@@ -128,10 +142,12 @@ class LoopLearner(ConnectedLearner):
 
     def apply(self, delta: Tensor, piece: slice | None = None) -> None:
         super().apply(delta, piece)
+        self._has_mixed |= not self.is_behind
         self._follow()
 
     def replace(self, weights: Tensor, piece: slice | None = None) -> None:
         super().replace(weights, piece)
+        self._has_mixed |= not self.is_behind
         if piece is None:  # if pieces were replaced, the next gradient refreshes the loop's weights
             self._follow()
 
@@ -173,6 +189,7 @@ class LoopLearner(ConnectedLearner):
         if run.gradient == "given":
             self._gradient.is_supplied = True
             self._proceed()
+            self._count_round(run.strategy.averages_gradients(run.options))
         elif run.gradient == "alone":
             self.replica.step(self.replica.next_gradient(), 1.0)
         run.num_steps += 1
@@ -183,8 +200,37 @@ class LoopLearner(ConnectedLearner):
             with self.naming_the_lost("step()"):
                 self.peers.store.set(f"steps/{self.rank}", str(run.num_steps))
         self.replica.adopted.leave()
+        if self.rounds.cuts is not None:
+            self.rounds.cuts.save()
         self.begin_computing()
         spent.computing += time.monotonic() - begin - (spent.waiting_for_peers - waited)
+
+    def save(self, number: int | None) -> None:
+        """Save this learner's part of a checkpoint; see `JoinedLearner.save`. If learners average in the background,
+        the part is written during a later step, when it includes the same rounds as the other parts."""
+        run = self._run
+        self.check_in_use("save()")
+        if run.checkpoints is None:
+            raise ProtocolError(f"{self._me}: save() needs a folder; give starling.join one as `checkpoints`")
+        self._end_computing()
+        number = run.num_steps if number is None else number
+        if number > run.newest_save:  # otherwise others have saved it in an earlier membership, or it is there
+            run.newest_save = number
+            state = self.replica.saved(
+                self.rank,
+                self.world,
+                position=Position(Ticket(0, 0, number)),
+                of_strategy=run.strategy.described(run.options),
+                loop=run.checkpoints.kept(run.num_steps),
+            )
+            state.strategy.update(self._before_rounds)
+            state = self.own_shards.added_to(state, run.strategy.steps_itself)
+            if (cuts := self.rounds.cuts) is None:
+                self._write(state)
+            else:
+                cuts.num_passed = number
+                cuts.add(state, self._write)
+        self.begin_computing()
 
     def agree(self) -> Consensus:
         """Compute the mean of all learners' present models."""
@@ -229,6 +275,7 @@ class LoopLearner(ConnectedLearner):
             if listener.final.done() and listener.final.exception() is None:
                 self._run.final = self._run.final or listener.final.result()
         self._coroutine.close()
+        self.replica.strategy_state = beyond_membership(self.replica.strategy_state)
 
     def fail(self, error: BaseException) -> None:
         super().fail(error)
@@ -264,6 +311,9 @@ class LoopLearner(ConnectedLearner):
                 while inspect.getcoroutinestate(self._coroutine) == inspect.CORO_SUSPENDED:
                     self._coroutine.send(None)
             self.join_background()
+            self._count_round(is_mean=False)
+            if self.rounds.cuts is not None:
+                self.rounds.cuts.save(is_over=True)
             self.order.flush()
             if run.record is not None:
                 run.record.state(run.num_steps, self.replica.weights)
@@ -294,6 +344,25 @@ class LoopLearner(ConnectedLearner):
             f"{self.most_not_finite - 1} before it; lower the learning rate, clip gradients or use a longer warm-up "
             "(with a GradScaler, a smaller init_scale), or increase most_not_finite in starling.join"
         )
+
+    def _write(self, state: LearnerState) -> None:
+        run = self._run
+        with self.naming_the_lost(SAVING):
+            if run.checkpoints is not None:
+                run.checkpoints.save(
+                    state,
+                    self.replica,
+                    lambda name: int(self.peers.store.add(f"saved/{name}", 1)),
+                    run.strategy.has_one_model,
+                )
+
+    def _count_round(self, is_mean: bool) -> None:
+        """Count a round in the loop's own thread, if there was one: its step used the mean gradient (`is_mean`), or the
+        learner has received weights. Rounds in the background are counted there."""
+        strategy = self._run.strategy
+        if self.world > 1 and self._background is None and strategy.steps_itself and not strategy.is_served:
+            self.statistics.averaging.rounds += is_mean or self._has_mixed
+        self._has_mixed = False
 
     def _make_up(self, listener: AnnouncementListener) -> None:
         """Wait until the loops of all learners have ended. Learners that step together must end after the same step, so
@@ -415,7 +484,6 @@ class LoopLearner(ConnectedLearner):
     def _continue(self, plan: LoopPlan) -> None:
         """Continue from this learner's state, or from the state of another learner."""
         run, replica, is_taker = self._run, self.replica, self.rank in plan.takers
-        replica.strategy_state = beyond_membership(replica.strategy_state)
         if plan.source is not None and self.world > 1:
             # unless learners may be lost, each loop keeps the optimizer state that it may have loaded itself
             own = replica.state(self.rank, self.world, run.final, has_optimizer=self.survives)

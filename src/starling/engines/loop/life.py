@@ -20,7 +20,7 @@ from starling.engines.loop.run import LoopRun, Past, plan
 from starling.engines.processes.backend import LOSSES
 from starling.engines.processes.handshake import Handshake, Peers
 from starling.engines.processes.process_group import process_group
-from starling.errors import ConfigError, FinishedApart, PeerLost, ProtocolError
+from starling.errors import ConfigError, FinishedApart, PeerLost, ProtocolError, StarlingError, some
 from starling.timeouts import REGROUP
 from starling.training.membership import Membership
 
@@ -50,16 +50,28 @@ class LoopLife:
                 root.check_alike(handshake)
             first = self._feed.first()
             run.has_joined = first.number > 0
+            if not run.has_joined:
+                run.resume(root.place.rank, root.place.world)
             self._regroup(first)
         except BaseException as error:
             self._feed.leave(error)
+            if isinstance(error, StarlingError):
+                raise error.with_traceback(None) from None
             raise
         if self._feed.is_watched:
             threading.Thread(target=self._follow, name="starling-regroup", daemon=True).start()
 
     def run(self, action: Callable[Concatenate[LoopLearner, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call `action` on the learner, and return its result. If a membership change interrupts the call, repeat it on
-        the learner of the next membership. Every `action` first checks whether the learner has failed."""
+        the learner of the next membership. Every `action` first checks whether the learner has failed.
+
+        Errors of Starling end without the frames inside the engine, so that the user sees where the loop was."""
+        try:
+            return self._repeat(action, *args, **kwargs)
+        except StarlingError as error:
+            raise error.with_traceback(None) from None
+
+    def _repeat(self, action: Callable[Concatenate[LoopLearner, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         while True:
             try:
                 with self._changed:
@@ -82,7 +94,7 @@ class LoopLife:
             raise FinishedApart(
                 f"learner {self._root.rank} has finished apart from the others, which may end with another model than "
                 f"its own: {error}; use the model of a learner that ended well"
-            ) from error
+            ) from None
         with self._changed:
             self._is_over = True
             if not self._feed.is_watched:
@@ -182,6 +194,13 @@ class LoopLife:
                 f"learner {name} has joined, but all learners that had the run's model were lost before it was "
                 "copied; start the run again, from your loop's last checkpoint"
             )
+        newest = {past.newest_save for past in pasts}
+        if membership.number == 0 and len(newest) > 1:
+            raise ProtocolError(
+                f"learners resume from different checkpoints, {some(sorted(newest))}; the folder `checkpoints` must be "
+                "on a file system that all learners share"
+            )
+        run.newest_save = max(newest)
         is_in_step = run.strategy.sync_groups(run.options, 2).size == 2
         how = plan(pasts, run.strategy.has_one_model, is_in_step, run.strategy.keeps_state)
         with ExitStack() as stack:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from starling.checkpoint.files import write_tensors
 from starling.checkpoint.state import OWN_PREFIX, LearnerState, encode_state
 from starling.errors import CheckpointError, ConfigError, ProtocolError, some
 from starling.training.flat import NO_GRADIENT, in_cudnn_order, split, split_gradient, trainable, view_weights
@@ -332,6 +334,45 @@ class LoopReplica(Replica):
                 optimizer = {}
             strategy = {name: each for name, each in self.strategy_state.items() if not name.startswith(OWN_PREFIX)}
             return LearnerState(rank, world, Position(), 0.0, weights, tensors, optimizer, strategy=strategy).copy()
+
+    def saved(self, rank: int, world: int, **more: Any) -> LearnerState:
+        """Return the whole state between two steps, for a checkpoint. The state shares memory with the replica."""
+        optimizer, strategy = self.optimizer.state_dict(), dict(self.strategy_state)
+        buffers = {name: each.detach().cpu() for name, each in self._beside_weights().items()}
+        return LearnerState(
+            rank,
+            world,
+            minutes=0.0,
+            weights=self.on_host(),
+            buffers=buffers,
+            optimizer=optimizer,
+            strategy=strategy,
+            **more,
+        )
+
+    def write_model(self, folder: Path, weights: Tensor, buffers: dict[str, Tensor]) -> None:
+        """Write the model with `weights` `[P]` and the floating-point `buffers` as its `state_dict` into a folder."""
+        names = [_BUFFER + name for name, each in self._real_buffers().items() if each.is_floating_point()]
+        with self.showing(torch.cat([each.reshape(-1) for each in (weights, *map(buffers.__getitem__, names))])):
+            folder.mkdir()
+            state = self.model.state_dict()
+            tensors = {name: each for name, each in state.items() if isinstance(each, Tensor)}
+            write_tensors(folder / "model.safetensors", tensors)
+
+    def resume(self, state: LearnerState) -> None:
+        """Continue from a state that `saved` has returned. Raises `CheckpointError` if it is one of another model."""
+        found, own = {name: each.shape for name, each in state.buffers.items()}, self._beside_weights()
+        if state.weights.shape != self.weights.shape or found != {name: each.shape for name, each in own.items()}:
+            raise CheckpointError(
+                f"the checkpoint holds {state.weights.numel()} trained weights and {len(found)} other tensors, and the "
+                f"model has {self.weights.numel()} and {len(own)}, or their shapes differ; join with the model, frozen "
+                "alike, that was saved"
+            )
+        self.restore(state.weights, state.optimizer, state.strategy)
+        self.loop.copy_(self.weights)
+        for name, tensor in own.items():
+            tensor.copy_(state.buffers[name])
+        self.adopted.leave()
 
     def take(self, state: LearnerState, everything: bool) -> Consensus | None:
         """Adopt another learner's strategy state or, with `everything`, its whole state. Return the final consensus if

@@ -1,24 +1,26 @@
 """The state of a loop's learner that outlives a membership, the plan with which the learners of a membership begin, and
 the record of the order of a loop's events."""
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from torch import Tensor
 
-from starling.checkpoint.state import counted
+from starling.checkpoint.state import LearnerState, counted
 from starling.configuration import Config
 from starling.engines.loop.replica import Consensus, LoopReplica
-from starling.errors import ConfigError, ReplayError, some
+from starling.errors import CheckpointError, ConfigError, ReplayError, some
 from starling.events import Stream, read_stream
 from starling.strategies import Strategy
 from starling.training.job import Statistics
 from starling.training.order import NO_BATCH, Script, arithmetic, sha256_of
 
 Result = TypeVar("Result")
+_LOG = logging.getLogger("starling")
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class Past:
     """Whether the learner joined after the run had begun."""
     counted: int = 0
     """Sum of the strategy's common counts."""
+    newest_save: int = -1
+    """Number of the newest checkpoint that the learner has saved, or from which it resumed; -1 if there is none."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,77 @@ class LoopRecord:
         return script
 
 
+class Stateful(Protocol):
+    """An object of a loop that has a state, such as a learning rate scheduler, a `GradScaler` or a sampler."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
+        """Adopt a state that `state_dict` has returned."""
+
+
+class LoopCheckpoints:
+    """A loop's checkpoints in one folder. They include the states of the loop's own objects, which are `stateful`."""
+
+    def __init__(self, folder: Path, stateful: Sequence[Stateful]) -> None:
+        """Load the newest checkpoint in `folder`, if there is one. Raises `CheckpointError` if it is damaged."""
+        from starling.checkpoint.reader import checkpoints_in, load  # only loops that save need it
+
+        self._folder, self._stateful = folder, stateful
+        self._newest = next((load(path) for path in reversed(checkpoints_in(folder))), None)
+
+    def start(self, rank: int, world: int, strategy: str) -> LearnerState | None:
+        """Return the state with which a learner resumes under `strategy`, or None if there is no checkpoint. The loop's
+        own objects adopt their states."""
+        from starling.checkpoint.files import remove_partial
+
+        if rank == 0:
+            remove_partial(self._folder)
+        if (saved := self._newest) is None:
+            return None
+        state, first = saved.start(rank, world, strategy), saved.learner(0)
+        if not state.loop:
+            raise CheckpointError(f"{saved.folder}: `starling train` saved it; a loop resumes what a loop has saved")
+        if state.loop["kinds"] != self._kinds:
+            raise ConfigError(
+                f"stateful: {saved.folder} has the states of {some(state.loop['kinds']) or 'nothing'}, but the loop "
+                f"gives {some(self._kinds) or 'nothing'}; give objects of the same classes in the same order"
+            )
+        for each, own, of_first in zip(self._stateful, state.loop["states"], first.loop["states"], strict=True):
+            each.load_state_dict(of_first if getattr(each, "is_shared", False) else own)
+        if rank == 0:
+            why = saved.what_changed(world, strategy)
+            begin = f"from the mean of all learners, because {why}" if why else "each learner from its own state"
+            _LOG.warning("%s: the run resumes after step %d, %s", saved.folder, state.loop["num_steps"], begin)
+        return state
+
+    def kept(self, num_steps: int) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the loop beside its learner."""
+        states = [dict(each.state_dict()) for each in self._stateful]
+        return {"num_steps": num_steps, "kinds": self._kinds, "states": states}
+
+    def save(
+        self, state: LearnerState, replica: LoopReplica, arrive: Callable[[str], int], has_one_model: bool
+    ) -> None:
+        """Write this learner's part of a checkpoint; see `CheckpointWriter`."""
+        from starling.checkpoint.writer import CheckpointWriter
+
+        CheckpointWriter(self._folder, arrive, replica.write_model, {}, has_one_model=has_one_model).save(state)
+
+    @property
+    def _kinds(self) -> list[str]:
+        return [type(each).__name__ for each in self._stateful]
+
+
+@dataclass(frozen=True)
+class LoopFiles:
+    """What a loop writes, and what it reads when it begins."""
+
+    record: LoopRecord | None = None
+    checkpoints: LoopCheckpoints | None = None
+
+
 class LoopRun:
     """One loop's part in a run, across memberships: its model, its strategy and its progress."""
 
@@ -129,9 +204,13 @@ class LoopRun:
         replica: LoopReplica,
         seed: int,
         most_not_finite: int,
-        record: LoopRecord | None = None,
+        files: LoopFiles = LoopFiles(),
     ) -> None:
-        self.record = record
+        self.record, self.checkpoints = files.record, files.checkpoints
+        self.resumed: LearnerState | None = None
+        """State from which the learner resumed; None if it began anew, or once the run has begun."""
+        self.newest_save = -1
+        """Number of the newest checkpoint that any learner has begun to save."""
         self.strategy, self.options, self.replica, self.seed = strategy, options, replica, seed
         self.statistics = Statistics()
         self.has_state = False
@@ -172,7 +251,17 @@ class LoopRun:
         """The learner's progress, which the other learners need to know before the next membership."""
         num_done = self.num_steps + (self.gradient == "used")
         counts = counted(self.replica.strategy_state)
-        return Past(self.has_state, num_done, self.final is not None, self.has_joined, counts)
+        return Past(self.has_state, num_done, self.final is not None, self.has_joined, counts, self.newest_save)
+
+    def resume(self, rank: int, world: int) -> None:
+        """Continue from the newest checkpoint, if there is one."""
+        if self.checkpoints is None:
+            return
+        state = self.resumed = self.checkpoints.start(rank, world, self.strategy.described(self.options))
+        if state is not None:
+            self.replica.resume(state)
+            self.has_state, self.num_steps = True, int(state.loop["num_steps"])
+            self.newest_save = state.position.num_done
 
     def continue_from(self, num_done: int, is_taker: bool) -> None:
         """Continue after `num_done` steps of the run. If `is_taker`, the learner has copied a state that already
