@@ -1,6 +1,7 @@
 """`starling storm`: the same seed is the same storm, and training goes through it."""
 
 import io
+import json
 from itertools import pairwise
 from pathlib import Path
 
@@ -75,6 +76,22 @@ def test_a_simulation_goes_through_a_storm_and_reports_its_goodput(tree: Tree, t
     assert config["faults"] == [each.model_dump(mode="json") for each in expected]
     assert list(config["stragglers"]["slow"].values()) == [1.5]
     assert "ended without" not in said  # those that were killed came back
+
+
+def test_a_process_that_takes_time_to_start_costs_goodput(tree: Tree, tmp_path: Path) -> None:
+    """`watch.start` for each of three learners that begin, and for each one that is killed and comes back in time."""
+
+    def spent(start: float) -> tuple[float, int]:
+        changed = {**tree, "exp": str(tmp_path / f"exp-{start}"), "cluster": {"watch": {"start": start}}}
+        said, experiment = through(changed, tmp_path, is_real=False)
+        lines = (experiment.with_name(f"{experiment.name}-virtual") / "log" / "events.jsonl").read_text().splitlines()
+        (goodput,) = (each for each in map(json.loads, lines) if each["kind"] == "goodput")
+        return float(goodput["entering"]), said.count(" came; ")
+
+    assert spent(0.0)[0] == 0.0
+    seconds, num_joined = spent(0.25)
+    assert num_joined > 0
+    assert seconds == pytest.approx(0.25 * (3 + num_joined), rel=1e-6)
 
 
 def test_cuts_of_the_network_need_a_simulation(tree: Tree, tmp_path: Path) -> None:

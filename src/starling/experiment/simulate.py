@@ -25,7 +25,7 @@ from starling.experiment.record import segments
 from starling.experiment.task import RecipeT, Task
 from starling.launch.messages import Progress
 from starling.launch.process import on_stop_signal, signal_name
-from starling.launch.roster import Roster
+from starling.launch.roster import LearnerRecord, Roster
 from starling.reporting.epochs import duration
 from starling.reporting.goodput import goodput_of
 from starling.reporting.progress import Bars, Display, Say, say_on
@@ -136,9 +136,16 @@ def _train(task: Task[RecipeT], recipe: RecipeT, folder: ExperimentFolder, event
             roster.hear(progress.learner_id, progress)
             display.hear(progress)
 
+        def began(record: LearnerRecord) -> None:
+            record.attempt.started_at -= recipe.cluster.watch.start
+            record.entering += recipe.cluster.watch.start
+
+        for each in roster.learners.values():
+            began(each)
+
         def regrouped(membership: Membership, line: str) -> None:
             for joined in {*membership.members} - {*roster.members}:
-                roster.start(joined)
+                began(roster.start(joined))
             roster.announce(membership)
             display.tell_epochs()
             display.say(f"{membership.reason}; {line}")

@@ -128,6 +128,8 @@ class WatchModel(Config):
     """Seconds that the survivors take to form a new membership, once all of them have left the old one."""
     silence: float = Field(default=600.0, gt=0.0)
     """Seconds without a heartbeat after which a learner is treated as killed."""
+    start: float = Field(default=0.0, ge=0.0)
+    """Seconds that a process takes to start, before its learner joins. They count in the goodput."""
 
 
 class Cluster(Config):

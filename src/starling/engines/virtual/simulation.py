@@ -128,7 +128,10 @@ class Simulation:
         if isinstance(fault, Split):
             self._split(fault)
         elif isinstance(fault, Join):
-            self._join(fault)
+            if seconds := self.cluster.watch.start:
+                self._after(seconds, partial(self._join, fault))
+            else:
+                self._join(fault)
         elif (life := self.lives.get(fault.learner)) is not None and not life.is_dead:
             if isinstance(fault, Kill):
                 self._kill(life, "was killed on purpose")
