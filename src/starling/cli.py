@@ -129,6 +129,8 @@ def plan(
     learners: Annotated[str | None, typer.Option(help="Numbers of learners, such as 4,16,64.")] = None,
     strategies: Annotated[str | None, typer.Option(help="Names of strategies, such as allreduce,adpsgd.")] = None,
     price: Annotated[float | None, typer.Option(help="Price of one device for an hour.")] = None,
+    model: Annotated[str | None, typer.Option(help="A published model in place of a recipe: ibm.")] = None,
+    hours: Annotated[float, typer.Option(help="Hours of speech in an epoch of --model.", min=0.001)] = 2000.0,
     explain: Annotated[bool, typer.Option("--explain", help="Say what the columns mean and what is assumed.")] = False,
     output: Annotated[Path | None, typer.Option(help="A CSV file for the table.")] = None,
     published: Annotated[bool, typer.Option("--published", help="Print published hours and predictions.")] = False,
@@ -139,24 +141,18 @@ def plan(
 
         typer.echo(page(), nl=False)
         return
-    if recipe is None:
-        raise ConfigError("plan: name a recipe, such as demo, or ask for --published")
-    from starling.experiment.planning import plan_recipe
+    from starling.experiment.planning import plan_model, plan_recipe
     from starling.experiment.task import load_recipe
 
-    plan_recipe(
-        *load_recipe(Path(recipe), overrides or (), command="starling plan"),
-        typer.echo,
-        progress_console(),
-        profile=profile,
-        preset=preset,
-        cluster=cluster,
-        learners=learners,
-        strategies=strategies,
-        price=price,
-        explain=explain,
-        output=output,
-    )
+    given: dict[str, Any] = {"preset": preset, "cluster": cluster, "price": price}
+    given |= {"learners": learners, "strategies": strategies, "explain": explain, "output": output}
+    if model is not None:
+        plan_model(model, hours, typer.echo, progress_console(), **given)
+        return
+    if recipe is None:
+        raise ConfigError("plan: name a recipe, such as demo, or ask for --published")
+    loaded = load_recipe(Path(recipe), overrides or (), command="starling plan")
+    plan_recipe(*loaded, typer.echo, progress_console(), profile=profile, **given)
 
 
 @app.command(epilog="Example: [bold]starling audit exp/demo[/bold]")

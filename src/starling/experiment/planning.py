@@ -4,7 +4,7 @@ of `starling profile` and `starling plan`.
 
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from starling.predict.costs import JobFacts, Profile, Validation, dump, facts_of
 from starling.predict.measure import MEASURE, WARM_UP, Figures, bare, profile_of
 from starling.predict.plan import NO_PERIODIC, TIE, Forecast, Plan, plan, unit_of, usual_strategies
 from starling.predict.predict import Arm, Machines, run
+from starling.predict.published import EPOCHS, PAIRS, RANDOM, WHOLE, job_of
 from starling.recipe.run import RecipeConfig
 from starling.reporting.progress import Say, say_on
 from starling.strategies.islands import NO_ISLANDS
@@ -41,6 +42,12 @@ MEANS = 8
 """Number of means of gradients that two learners make."""
 VALIDATED = ("allreduce", "adpsgd")
 """Strategies with which two learners then train, to find how far the predictions are off."""
+
+PUBLISHED = (
+    *("allreduce", "delay-by-one", {"name": "dpsgd", **WHOLE}, RANDOM),
+    *(PAIRS, {"name": "hadpsgd", **WHOLE}),
+)
+"""Strategies with which a published model is planned if none is named."""
 
 
 def profile(
@@ -185,12 +192,42 @@ def plan_recipe(
         )
     if not strategies:
         found = replace(found, notes=(NO_PERIODIC, *found.notes))
+    _show(found, recipe.budget, tell, explain, output)
+
+
+def plan_model(
+    model: str,
+    hours: float,
+    tell: Say,
+    console: Console,
+    *,
+    learners: str | None,
+    strategies: str | None,
+    explain: bool,
+    output: Path | None,
+    **given: Any,
+) -> None:
+    """Print the plan of a published model for as many hours of speech, without a corpus. `given` are further arguments
+    of `plan`. Raises `ConfigError` if the model is unknown."""
+    if model != "ibm":
+        raise ConfigError(f"--model: {model!r} is unknown; the only published model is ibm, SWB2000's acoustic model")
+    named: Sequence[str | Mapping[str, Any]] = strategies.split(",") if strategies else PUBLISHED
+    budget = Budget(epochs=EPOCHS)
+    numbers = _numbers(learners or "1,64")
+    with console.status("simulating"):
+        job = job_of(hours=hours)
+        found = plan(job, learners=numbers, strategies=named, budget=budget, crossings=False, **given)
+    _show(found, budget, tell, explain, output)
+
+
+def _show(found: Plan, budget: Budget, tell: Say, explain: bool, output: Path | None) -> None:
+    """Print a plan, and write its table to `output`."""
     is_trusted = found.error is None or found.error <= POOR
     tell(f"recommended: {found.recommended}" if is_trusted else NO_RECOMMENDATION)
     for line in found.reason if is_trusted else found.reason[-1:]:
         tell(f"  {line}")
     output_console = Console()
-    output_console.print(plan_table(found, recipe.budget, output_console.width, is_trusted))
+    output_console.print(plan_table(found, budget, output_console.width, is_trusted))
     for line in _lines(found, explain):
         tell(line)
     if output is not None:

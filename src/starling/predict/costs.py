@@ -4,6 +4,7 @@ Costs come from a profile or from the data sheets of a preset, or are measured b
 weights, gradients and optimizer is computed from the model; activations and operations are measured on one mini-batch.
 """
 
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, fields
@@ -153,6 +154,9 @@ class Preset(Config):
     efficiency: float = Field(gt=0.0, le=1.0)
     """Fraction of `peak_flops` that a gradient reaches."""
     devices_per_node: int = Field(ge=1)
+    kept_per_doubling: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Share of its speed that a device keeps when twice as many devices of its node compute: they share the host's
+    processors, its memory and its disks."""
     inside: LinkModel
     """The link between two devices of a node."""
     uplink: LinkModel
@@ -176,6 +180,7 @@ class Preset(Config):
             means=self.uplink,
             inside=self.inside,
             devices_per_node=self.devices_per_node,
+            kept_per_doubling=self.kept_per_doubling,
             source=f"the preset {name} ({self.summary})",
             validation=self.validation,
         )
@@ -216,6 +221,8 @@ class Costs(Config):
     inside: LinkModel | None = None
     """Link between learners of one node; None if it is like the link between nodes."""
     devices_per_node: int = 1
+    kept_per_doubling: float = 1.0
+    """Share of its speed that a learner keeps when twice as many learners of its node compute."""
     measured: MeasuredRun | None = None
     """Measurements that the learners of a run made together. They are valid for the same number of learners, and
     predictions use them in place of the links for messages. They include waiting for a node's link, because all
@@ -225,6 +232,11 @@ class Costs(Config):
     memory_bytes: int | None = None
     source: str
     validation: Validation | None = None
+
+    def beside(self, learners: int) -> ComputeModel:
+        """Return the times of a gradient on a node on which `learners` learners compute."""
+        slower = self.kept_per_doubling ** -math.log2(max(1, learners))
+        return self.compute.model_copy(update={"seconds": self.compute.seconds * slower})
 
 
 def read_profile(path: Path) -> Profile:

@@ -139,7 +139,7 @@ def _ladders(choice: StrategyChoice, machines: Machines, learners: int, job: Job
     if problems := strategy_problems(StrategyChoice(name=choice.name, **options)):
         raise refused(problems, f"strategy {choice.name}")
     if given:
-        return [[Arm(strategy, strategy.options.model_validate(options))]]
+        return [[Arm(strategy, strategy.options.model_validate(options), given)]]
     sets = [options]
     if {"pattern", "period"} <= fields.keys() and "per_node" not in fields:
         sets = [{"pattern": pattern} for pattern in machines.patterns(learners)]
@@ -222,7 +222,7 @@ class Forecast:
     worth: float = 1.0
     """Worth of a mini-batch in the recommendation, relative to one of `allreduce`."""
     options: str = ""
-    """Best options of the strategy, if several sets were tried."""
+    """Options of the strategy that were given, or the best ones, if several sets were tried."""
 
     def __str__(self) -> str:
         return f"{self.strategy} ({self.options})" if self.options else self.strategy

@@ -200,7 +200,7 @@ class Machines:
         if inside is not None:
             nodes = nodes.model_copy(update={"latency": inside.latency, "bandwidth": inside.bandwidth})
         memory = MemoryModel() if costs.memory_bandwidth is None else MemoryModel(bandwidth=costs.memory_bandwidth)
-        found = {"compute": costs.compute, "link": link, "nodes": nodes, "memory": memory}
+        found = {"compute": costs.beside(min(learners, self.per_node)), "link": link, "nodes": nodes, "memory": memory}
         return self._assumed(Cluster.model_validate(found | dict(self.given)))
 
     def _assumed(self, cluster: Cluster) -> Cluster:
