@@ -1,6 +1,7 @@
 """The command line: help with examples, one clear message for an error, an exit code for each kind."""
 
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -185,3 +186,44 @@ def test_a_key_written_as_an_option_is_answered_with_how_to_write_it(arguments: 
     result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
     assert result.exit_code == 2
     assert f"Keys of the recipe are written without dashes: {hint}" in " ".join(result.stderr.split())
+
+
+SWALLOWS = """
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+except BaseException:
+    pass
+print("went on")
+"""
+
+
+@pytest.mark.parametrize(("does", "code", "says"), [("import swallows", 130, ""), ("import os", 0, "asked to stop\n")])
+def test_ctrl_c_in_an_import_ends_a_command_even_if_the_module_discards_it(
+    does: str, code: int, says: str, tmp_path: Path
+) -> None:
+    """As torch does, which goes on without numpy. Elsewhere, a command is told by a `KeyboardInterrupt`."""
+    (tmp_path / "swallows.py").write_text(SWALLOWS)
+    program = f"""
+import os, signal
+import starling.cli
+
+def command(prog_name):
+    {does}
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        print("asked to stop")
+
+starling.cli.app = command
+starling.cli.main()
+"""
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (code, says), done.stderr

@@ -1,10 +1,13 @@
 """The command line. Each command that works with any recipe is one thin function; packages add further commands."""
 
 import inspect
+import os
 import re
+import signal
 from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -369,7 +372,18 @@ def staleness(
 
 def main() -> None:
     """The entry point of `starling`."""
+    signal.signal(signal.SIGINT, _interrupt)
     app(prog_name="starling")
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """End this process if Ctrl-C interrupts an import: modules written in C, such as torch, may discard the exception
+    and continue without half of numpy. Otherwise, raise `KeyboardInterrupt`."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            os._exit(128 + number)
+        frame = frame.f_back
+    raise KeyboardInterrupt
 
 
 def _add_commands_of_packages() -> None:

@@ -144,3 +144,15 @@ def test_what_is_no_status_is_refused(text: str) -> None:
     """Whatever is wrong with it."""
     with pytest.raises(ProtocolError, match=r"not the status of a run of this version: "):
         decode_file(Status, text.encode())
+
+
+def test_a_status_with_long_names_is_not_cut_off_in_80_columns() -> None:
+    """Nodes and logs are folded."""
+    found = status(Told(2), "training", None, "")
+    node = "ip-10-0-123-234.eu-central-1.compute.internal"
+    learners = tuple(replace(each, node=node, log=f"log/learner-{each.learner_id}.log") for each in found.learners)
+    console = Console(file=io.StringIO(), width=80)
+    console.print(describe(replace(found, learners=learners), 1110.0, True))
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert not [line for line in lines if "…" in line or len(line) > 80]

@@ -230,3 +230,13 @@ def test_a_result_with_a_field_of_an_earlier_version_is_read(tmp_path: Path) -> 
     (file,) = tmp_path.iterdir()
     file.write_text(json.dumps({**json.loads(file.read_text()), "joules": 7.5}))
     assert CellResult.read(tmp_path, cell, "") == result(cell)
+
+
+def test_a_narrow_terminal_shows_fewer_columns_and_the_page_all() -> None:
+    """Those that tell least about the result go first; arm, rate, value and verdict stay."""
+    found = made_up({("", "one", 1): [10.0, 11.0, 12.0], ("", "adpsgd", 4): [30.0, 31.0, 32.5]})
+    titles, *_ = lines = found.markdown(80)
+    assert all(len(line) <= 80 for line in lines)
+    assert [title for title in ("arm", "rate", "WER %", "difference", "verdict") if f" {title} " not in titles] == []
+    assert " p " not in titles
+    assert " p " in found.markdown()[0] and found.markdown()[0] in found.page()

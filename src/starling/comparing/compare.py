@@ -183,7 +183,7 @@ def run_comparison(subject: Subject, tell: Say, console: Console) -> Comparison:
         (folder / "table.md").write_text("\n".join(comparison.page()) + "\n", encoding="utf-8")
         text = json.dumps(comparison.content(), indent=1, allow_nan=False)
         (folder / "results.json").write_text(text + "\n", encoding="utf-8")
-    for line in [*comparison.markdown(), *comparison.warnings()]:
+    for line in [*comparison.markdown(shutil.get_terminal_size().columns), *comparison.warnings()]:
         tell(line)
     say(f"table.md and results.json are in {folder}; `starling report {folder}` draws the losses")
     return comparison

@@ -238,8 +238,8 @@ class Comparison:
             "cells": [result.model_dump(mode="json") for result in self.results],
         }
 
-    def markdown(self) -> list[str]:
-        """The lines of the table for a terminal."""
+    def markdown(self, width: int | None = None) -> list[str]:
+        """The lines of the table for a terminal. If it is wider than `width`, it has fewer columns."""
         has_settings = bool(self.section.settings)
         time = "seconds" if self.section.target is None else f"seconds to loss {self.section.target:g}"
         titles = ["arm", "learners", "rate", self.metric.name, "difference", "p", "verdict", time, "speed-up"]
@@ -254,7 +254,15 @@ class Comparison:
             shown += [_text(row["difference"], row["difference_half"], "+"), _p(row["p"]), row["verdict"]]
             shown += [_text(own), _text(row["speedup"], digits=2)]
             lines.append([row["setting"], *shown] if has_settings else shown)
-        return _table(["setting", *titles] if has_settings else titles, lines)
+        titles = ["setting", *titles] if has_settings else titles
+        table = _table(titles, lines)
+        for title in ("p", "speed-up", time, *beside, "difference"):
+            if width is None or len(table[0]) <= width:
+                break
+            place = titles.index(title)
+            titles, *lines = ([*row[:place], *row[place + 1 :]] for row in (titles, *lines))
+            table = _table(titles, lines)
+        return table
 
     def page(self) -> list[str]:
         """The lines of table.md."""

@@ -287,7 +287,8 @@ def plan_table(plan: Plan, budget: Budget, width: int, is_trusted: bool) -> Tabl
         columns["memory"] = lambda row: "" if row.memory_gigabytes is None else f"{row.memory_gigabytes:.2g} GB"
     if any(row.cost is not None for row in rows):
         columns["cost"] = lambda row: "" if row.cost is None else f"{row.cost:,.2f}"
-    headers = (Column(name, overflow="fold", min_width=16 if name == "strategy" else None) for name in columns)
+    widths = {name: 16 if name == "strategy" else max(map(len, name.split())) for name in columns}
+    headers = (Column(name, overflow="fold", min_width=width) for name, width in widths.items())
     table = Table(*headers, box=None)
     for row in rows:
         style = "bold" if is_trusted and row == plan.recommended else None

@@ -106,9 +106,9 @@ def state_of(record: LearnerRecord, roster: Roster) -> str:
 def describe(status: Status, now: float, is_alive: bool) -> Group:
     """A status as a table with text, at time `now`; `is_alive` says whether its launcher runs."""
     has_nodes = any(each.node for each in status.learners)
-    right, unbroken = partial(Column, justify="right"), partial(Column, no_wrap=True)
-    nodes = [unbroken("node")] if has_nodes else []
-    table = Table(right("learner"), "state", *map(right, ("batches", "loss", "last heard")), *nodes, unbroken("log"))
+    right, folded = partial(Column, justify="right"), partial(Column, overflow="fold")
+    nodes = [folded("node")] if has_nodes else []
+    table = Table(right("learner"), "state", *map(right, ("batches", "loss", "last heard")), *nodes, folded("log"))
     since = max(0.0, now - status.written)
     for each in status.learners:
         heard = "none yet" if each.heard is None else f"{duration(each.heard + since)} ago"
