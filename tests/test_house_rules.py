@@ -43,7 +43,10 @@ PICKLES_OVER_THE_NETWORK = {
     "starling/launch/on_ray.py": "`launch: ray`, see SECURITY.md",
 }
 """The exceptions: cluster engines send pickles over connections of their own."""
-EXAMPLES_ON_CLUSTER_ENGINES = {"examples/ray_actors.py": "actors of one's own"}
+EXAMPLES_ON_CLUSTER_ENGINES = {
+    "examples/ray_actors.py": "actors of one's own",
+    "examples/ray_train.py": "workers of one's own",
+}
 
 
 def dotted(node: ast.expr) -> str:

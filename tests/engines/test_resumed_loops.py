@@ -97,7 +97,7 @@ def test_learners_in_step_end_with_the_bits_of_a_run_without_interruption(name: 
             assert torch.equal(one[what], other[what]), what
 
 
-@pytest.mark.parametrize("world", [WORLD, 2])
+@pytest.mark.parametrize("world", [WORLD, pytest.param(2, marks=pytest.mark.wide)])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_resumes_from_the_mean_that_was_saved(name: str, world: int, runs: Runs, base: Path) -> None:
     """With as many learners or fewer, however they average; and goes on from there, as many steps as are left."""
@@ -114,6 +114,7 @@ def test_a_run_resumes_from_the_mean_that_was_saved(name: str, world: int, runs:
         assert not torch.equal(each["final"], expected)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", NAMES)
 def test_one_learner_resumes_what_several_have_saved(name: str, runs: Runs, base: Path, tmp_path: Path) -> None:
     runs("first", WORLD)

@@ -442,6 +442,35 @@ def test_a_loop_in_actors_survives_a_lost_node_and_its_learner_joins_again_elsew
     assert len(found) == 3 and len(set(found)) == 1, (tmp_path / "said").read_text()
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_a_loop_under_ray_train_survives_a_killed_worker_which_is_replaced_and_joins(
+    cluster: RayCluster, tmp_path: Path
+) -> None:
+    """The example: the others go on alone until then, and all end with one model."""
+    pytest.importorskip("pyarrow", reason="the extra `train` of Ray is not installed")
+    cluster.add(num_cpus=4)
+    example = Path(__file__).parents[2] / "examples" / "ray_train.py"
+    command = [sys.executable, str(example), "--learners", "3", "--steps", "8000"]
+    with (tmp_path / "said").open("w") as said:
+        environment = {**os.environ, "RAY_ADDRESS": cluster.address}
+        run = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=said, stderr=subprocess.STDOUT)
+    try:
+        await_output(cluster, "step 100,", run)
+        workers = [each for each in psutil.process_iter() if "RayTrainWorker" in " ".join(each.cmdline())]
+        assert len(workers) == 3
+        next(each for each in workers if not each.children()).kill()  # beside learner 0 is the coordinator
+        await_output(cluster, ": 2 learners", run)
+        await_output(cluster, ": 3 learners", run)
+        assert run.wait(PATIENCE) == 0, (tmp_path / "said").read_text()
+    finally:
+        run.kill()
+        run.wait()
+    logs = "".join(file.read_text(errors="replace") for file in cluster.logs.glob("worker-*.out"))
+    found = re.findall(r"^accuracy (0\.9\d+|1\.0+) with 3 learners under adpsgd$", logs, re.M)
+    assert found and len(set(found)) == 1, logs
+
+
 def await_output(cluster: RayCluster, text: str, run: subprocess.Popen[bytes]) -> None:
     """Wait until a worker of the cluster has written `text`."""
     deadline = time.monotonic() + PATIENCE
