@@ -181,6 +181,40 @@ def test_a_checkpoint_of_servers_and_workers_has_each_mini_batch_once(servers: d
         torch.testing.assert_close(delivered_and_pending(states), expected(num_done, 1))
 
 
+def places_of_each_mini_batch(states: list[LearnerState]) -> Tensor:
+    """In how many places each mini-batch is: in theta, in a sum that waits for a merge, or in what a learner will
+    push."""
+    found = torch.zeros(STEPS)
+    shards = sorted((shard for state in states for shard in state.shards), key=lambda shard: shard.start)
+    for number, shard in enumerate(shards):
+        piece, group = slice(shard.start, shard.stop), shard.optimizer["param_groups"][0]
+        found[piece] += shard.weights != 0.0
+        for each in shard.optimizer["state"].values():
+            found[piece] += each["sum"].flatten() != 0.0
+        for learner in states:
+            counts = learner.strategy[f"{OWN_PREFIX}counts"].tolist()
+            loan, is_flown = counts[2 + number], counts[2 + 2 * len(shards) + number] > 0
+            is_taken = loan <= group["num_loans"] and loan not in group["out"]
+            base = learner.strategy[f"{OWN_PREFIX}{'sent' if is_flown and is_taken else 'theta'}"]
+            found[piece] += (base - learner.for_computing().weights)[piece].abs() > 1e-6
+    return found
+
+
+@pytest.mark.parametrize("quorum", [1, 2, pytest.param(3, marks=pytest.mark.wide)])
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_a_checkpoint_of_a_syncer_has_each_mini_batch_before_the_barrier_once(quorum: int, fragments: int) -> None:
+    """Merged or waiting to be merged, or still with the learner that has computed it."""
+    options = {"rate": 1.0, "momentum": 0.0, "every": 3 * fragments, "fragments": fragments, "overlap": 2}
+    found = checkpoints("decoupled-diloco", options | {"quorum": quorum}, 3)
+    assert len(found) > 50
+    num_waiting = 0
+    for num_done, states in found:
+        torch.testing.assert_close(places_of_each_mini_batch(states), (torch.arange(STEPS) < num_done).float())
+        sums = [each["sum"] for state in states for shard in state.shards for each in shard.optimizer["state"].values()]
+        num_waiting += any(bool(each.any()) for each in sums)
+    assert num_waiting > 0 or quorum == 1
+
+
 def test_a_server_lends_no_number_that_a_saved_worker_holds() -> None:
     """Two workers hold copies that were lent after the server's copy of its shard was made."""
     loans = Loans(1.0, 0.0, 1, 0.0)

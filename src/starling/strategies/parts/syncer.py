@@ -267,7 +267,7 @@ class Fragments:
         if me.rank > 0:
             await me.send(0, me.snapshot().cpu(), THETA)
             return
-        total = me.snapshot().cpu()
+        total = me.snapshot().cpu().clone()  # in a loop, a snapshot may be the loop's weights
         for other in range(1, me.world):
             total += await me.receive(other, total, THETA)
         me.replace((total / me.world).to(me.weights.device))
