@@ -57,6 +57,7 @@ class LoopLearner(ConnectedLearner):
         self.survives = peers.feed.is_watched
         self._num_groups = len(run.replica.optimizer.param_groups)
         self._is_ending = False
+        self._averages_gradients = run.strategy.averages_gradients(run.options)
         self._has_mixed = False  # whether the loop's own thread has changed the weights other than by a step
         self._before_rounds: dict[str, Tensor] = {}
         self._changed = threading.Condition()  # notified when there is an announcement or a failure
@@ -189,7 +190,7 @@ class LoopLearner(ConnectedLearner):
         if run.gradient == "given":
             self._gradient.is_supplied = True
             self._proceed()
-            self._count_round(run.strategy.averages_gradients(run.options))
+            self._count_round(self._averages_gradients)
         elif run.gradient == "alone":
             self.replica.step(self.replica.next_gradient(), 1.0)
         run.num_steps += 1
