@@ -172,7 +172,7 @@ class Joiners:
                 self._note(learner_id, reason)
 
     def wake(self, now: float = math.inf) -> None:
-        """Let learners go on that are paused until `now` or earlier; by default, all of them."""
+        """Resume the learners whose pauses end at `now` or earlier; by default, all of them."""
         for learner_id in [each for each, until in self._paused.items() if now >= until]:
             del self._paused[learner_id]
             self._roster.learners[learner_id].process.signal(signal.SIGCONT)

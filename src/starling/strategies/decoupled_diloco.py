@@ -86,7 +86,7 @@ async def decoupled_diloco(me: Learner, options: DecoupledOptions) -> None:
 
     The syncer is learner 0, which also computes gradients. A checkpoint contains theta and v. If the syncer is lost,
     the next learner becomes the syncer: all learners continue with the mean of their weights, so the other learners
-    lose no steps, and v begins again with 0. In the paper, the syncer is a separate replicated service, and the grace
+    lose no steps, and v is reset to 0. In the paper, the syncer is a separate replicated service, and the grace
     window follows from measured times.
 
     Waits:

@@ -208,7 +208,7 @@ class LoopRun:
     ) -> None:
         self.record, self.checkpoints = files.record, files.checkpoints
         self.resumed: LearnerState | None = None
-        """State from which the learner resumed; None if it began anew, or once the run has begun."""
+        """State from which the learner resumed; None if it did not resume, or once the run has begun."""
         self.newest_save = -1
         """Number of the newest checkpoint that any learner has begun to save."""
         self.strategy, self.options, self.replica, self.seed = strategy, options, replica, seed

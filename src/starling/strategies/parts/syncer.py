@@ -13,7 +13,7 @@ since the learner received it last. At the end, a learner reports that it leaves
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,10 +48,10 @@ class Report:
     step_metadata: Any = None
     """Metadata `[k]` of the learner's newest mini-batch."""
 
-    def encode(self, step_metadata: Tensor) -> Tensor:
-        """Return the report, with its metadata, as a float64 tensor `[4 + k]`."""
+    def encode(self) -> Tensor:
+        """Return the report as a float64 tensor `[4 + k]`."""
         own = [self.fragment, self.loan, self.num_steps, self.num_merges]
-        return torch.cat([torch.tensor(own, dtype=torch.float64), step_metadata])
+        return torch.cat([torch.tensor(own, dtype=torch.float64), self.step_metadata])
 
     @classmethod
     def decode(cls, message: Tensor) -> Report:
@@ -137,7 +137,7 @@ class Syncer:
     async def serve(self) -> None:
         """Serve until all learners have left and received the final weights."""
         me = self._me
-        like = Report().encode(me.optimizer.step_metadata)
+        like = Report(step_metadata=me.optimizer.step_metadata).encode()
         expected = {learner: me.receive(learner, like, REPORT) for learner in range(me.world)}
         replies: dict[int, list[Handle[None]]] = {learner: [] for learner in expected}
         while expected:
@@ -332,4 +332,4 @@ class Fragments:
         self._loans[number], self._flown[number], self._merges = loan, 0, merges
 
     def _report(self, report: Report) -> Handle[None]:
-        return self._me.send(0, report.encode(self._me.optimizer.step_metadata), REPORT)
+        return self._me.send(0, replace(report, step_metadata=self._me.optimizer.step_metadata).encode(), REPORT)
