@@ -4,13 +4,15 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from starling.launch import process
+from starling.launch import launcher, process
+from starling.launch.preloaded import preloading
 from tests import warm_start
 
 if TYPE_CHECKING:
@@ -89,6 +91,7 @@ def warm_launches() -> Iterator[None]:
     """Learners start warm, those of fixtures that several tests share included."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process, "Popen", warm_start.start)
+        patch.setattr(launcher, "preloading", lambda modules: nullcontext())
         yield
     warm_start.WarmPopen.close()
 
@@ -98,4 +101,5 @@ def learners_start_warm(request: pytest.FixtureRequest, warm_launches: None, mon
     """Learners that a test's own process launches need not load torch, unless it is marked `cold`, or `soak`."""
     if {"cold", "soak"} & {mark.name for mark in request.node.iter_markers()}:
         monkeypatch.setattr(process, "Popen", subprocess.Popen)
+        monkeypatch.setattr(launcher, "preloading", preloading)
     warm_start.WarmPopen.started.clear()

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing.connection import wait as any_readable  # `select.select` refuses files above 1,023
 from pathlib import Path
 from types import ModuleType
@@ -208,9 +208,10 @@ class WarmProgram(WarmPopen):
 
 def use_in_this_process() -> None:
     """Let the learners that this process starts be warm: what a process of Ray calls first."""
-    from starling.launch import process
+    from starling.launch import launcher, process
 
     process.Popen = start  # type: ignore[assignment]
+    launcher.preloading = lambda modules: nullcontext()  # type: ignore[assignment,misc,return-value]
 
 
 class Learners:
@@ -285,12 +286,19 @@ def own_learners() -> Iterator[tuple[int, psutil.Process]]:
     for warm in WarmPopen.started:
         if warm.poll() is None:
             yield warm.rank, psutil.Process(warm.pid)
-    for process in psutil.Process().children():
-        try:
-            if "RANK" in (environment := process.environ()):
-                yield int(environment["RANK"]), process
-        except psutil.Error:  # it has ended meanwhile
-            continue
+    yield from learners_of(os.getpid())
+
+
+def learners_of(launcher: int) -> list[tuple[int, psutil.Process]]:
+    """The learners that a launcher has forked from a process that has imported torch, each with its rank."""
+    found = []
+    with suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(launcher).children(recursive=True):
+            with suppress(psutil.NoSuchProcess, ProcessLookupError):
+                name, is_zombie = process.name(), process.status() == psutil.STATUS_ZOMBIE
+                if name.startswith("learner-") and not is_zombie and os.getsid(process.pid) == process.pid:
+                    found.append((int(name.removeprefix("learner-")), process))
+    return found
 
 
 def own_learner(rank: int) -> psutil.Process:

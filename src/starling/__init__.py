@@ -1,9 +1,8 @@
 """Starling trains speech recognisers, and any other PyTorch model, with many learners at once.
 
-Public names are loaded on first use. In a learner process, torch's compiler is imported only if it is used.
+Public names are loaded on first use.
 """
 
-import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -94,9 +93,6 @@ _HOMES = {name: module for module, names in _NAMES.items() for name in names.spl
 __all__ = sorted(_HOMES)
 
 _SPEECH = ("Live", "Recogniser", "Recipe", "Transcriber", "load_model", "load_recipe")
-
-if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-    import_module("starling.launch.dynamo_on_demand").postpone_dynamo()
 
 
 def __getattr__(name: str) -> Any:

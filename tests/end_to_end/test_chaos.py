@@ -27,6 +27,7 @@ from rich.console import Console
 
 from starling.checkpoint.reader import checkpoints_in
 from starling.experiment.record import audit
+from tests.warm_start import learners_of
 
 MINUTES = float(os.environ.get("SOAK_MINUTES", "30"))
 SEED = int(os.environ.get("SOAK_SEED", "1"))
@@ -69,7 +70,7 @@ class Run:
 
     def living(self) -> list[psutil.Process]:
         """The learners there are now."""
-        found = learners_of(self.process.pid)
+        found = [process for _, process in learners_of(self.process.pid)]
         self.learners.update({each.pid: each for each in found})
         return found
 
@@ -189,15 +190,6 @@ def starling(folder: Path, arguments: Sequence[str], output: object) -> "subproc
         stderr=subprocess.STDOUT,
         text=True,
     )
-
-
-def learners_of(launcher: int) -> list[psutil.Process]:
-    """The learner processes of a launcher that compute, or are about to."""
-    try:
-        children = psutil.Process(launcher).children()
-        return [each for each in children if each.status() != psutil.STATUS_ZOMBIE and "RANK" in each.environ()]
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return []
 
 
 def shared_memory() -> set[Path]:

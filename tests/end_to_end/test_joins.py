@@ -20,6 +20,7 @@ from starling.checkpoint.files import read_manifest
 from starling.checkpoint.reader import latest
 from starling.experiment.record import audit, read_seen
 from tests.end_to_end.test_train import Tree, starling, written
+from tests.warm_start import learners_of
 
 
 @pytest.fixture
@@ -85,12 +86,11 @@ class Training:
 
     def kill(self, learner: int) -> None:
         """As kill -9 does."""
-        children = psutil.Process(self.process.pid).children()
-        next(each for each in children if each.environ().get("RANK") == str(learner)).kill()
+        next(process for rank, process in learners_of(self.process.pid) if rank == learner).kill()
 
     def end(self) -> None:
         """As a user who has seen enough."""
-        learners = psutil.Process(self.process.pid).children()
+        learners = psutil.Process(self.process.pid).children(recursive=True)
         self.process.send_signal(signal.SIGTERM)
         assert self.process.wait(timeout=100) == 143, "".join(self.said)
         self.reader.join()

@@ -14,7 +14,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import yaml
@@ -27,6 +26,7 @@ from starling.experiment.record import read_timeline
 from starling.launch.joiners import taking_requests
 from starling.speech.training import validate
 from tests.mounts import run_with, small_disk
+from tests.warm_start import learners_of
 
 Tree = dict[str, Any]
 
@@ -283,7 +283,7 @@ def test_a_run_that_lost_a_learner_says_who_and_can_be_resumed(tree: Tree, tmp_p
         for line in run.stderr:
             if line.startswith("saved"):
                 break
-        victims = psutil.Process(run.pid).children()
+        victims = [process for _, process in learners_of(run.pid)]
         assert len(victims) == 2
         victims[1].kill()
         message = run.stderr.read()

@@ -25,6 +25,7 @@ from starling.checkpoint.writer import BackgroundWriter, CheckpointWriter
 from starling.engines.processes.member import run_learner
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.learning import Regrouping, SharedCounts
+from starling.experiment.observers import Recorder
 from starling.launch.link import Link, reported_errors
 from starling.launch.messages import Activity
 from starling.launch.rendezvous import find_membership, find_place, save_requests_of
@@ -120,7 +121,8 @@ def main(run: Run, link: Link | None) -> None:
     counts = SharedCounts(place)
     writer = CheckpointWriter(folder.checkpoints, counts.arrive, write_model, {}, keep=1000)
     keeping = Keeping(writer, run, place.rank, link)
-    regrouping = Regrouping(folder, (), lambda membership, line: None, counts, keeping)  # type: ignore[arg-type]
+    recorder = Recorder(folder.seen)
+    regrouping = Regrouping(folder, recorder, lambda membership, line: None, counts, keeping)  # type: ignore[arg-type]
     with save_requests_of(link, run.minutes) as save_requests:
         state = run_learner(
             job,

@@ -1,7 +1,8 @@
 """The launcher of a run: starts the learners, shows their progress, and cleans up the experiment's folder."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 
 import torch
 from rich.console import Console
@@ -69,7 +70,7 @@ def run_learners(task: Task[RunT], run: RunT, folder: ExperimentFolder, console:
                         on_left_out=display.left_out,
                     ),
                     roster,
-                    machines_of(run, display.say),
+                    machines_of(run, display.say, task.preload),
                 )
         except StarlingError as error:
             raise resumable(error, folder, task.how_to_resume(folder)) from None
@@ -141,10 +142,10 @@ def resumable(error: StarlingError, folder: ExperimentFolder, how_to_resume: str
     return error
 
 
-def machines_of(run: RunConfig, say: Say) -> Machines:
-    """The machines on which the learners run."""
+def machines_of(run: RunConfig, say: Say, preload: Sequence[str] = ()) -> Machines:
+    """The machines on which the learners run; on this machine, they find the modules in `preload` imported."""
     if run.launch.kind == "local":
-        return this_machine
+        return partial(this_machine, preload=preload)
     resources = {"CPU": 1.0} | ({"GPU": 1.0} if run.engine.device == "cuda" else {}) | run.launch.resources
     size = run.super_learner_size
     return RayMachines(run.launch.address, run.launch.learners_per_node or size, size, resources, say)

@@ -98,6 +98,8 @@ class Task(ABC, Generic[RunT]):
 
     settings: ClassVar[type[RunConfig]]
     """Typed tree of the recipe's keys."""
+    preload: ClassVar[tuple[str, ...]] = ("starling.cli",)
+    """Modules, beside torch, that every learner imports. On one machine they are imported once for all learners."""
 
     def require(self, command: str) -> None:
         """Raise MissingExtraError if something that `command` needs is not installed."""

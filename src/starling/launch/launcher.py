@@ -9,7 +9,6 @@ import signal
 import socket
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from functools import partial
 from pathlib import Path
 
 from starling.engines.processes import run_token
@@ -18,6 +17,7 @@ from starling.errors import ConfigError, PeerLost, StarlingError, Stopped
 from starling.launch.coordinator import listen, store_at
 from starling.launch.joiners import Changes, Joiners
 from starling.launch.messages import LearnerMessage, Signalled, Stop
+from starling.launch.preloaded import preloading
 from starling.launch.process import (
     LearnerProcess,
     Machines,
@@ -51,9 +51,10 @@ def loopback_store(address: str = "127.0.0.1") -> Generator[int, None, None]:
 
 
 @contextmanager
-def this_machine(program: Program) -> Generator[Site, None, None]:
-    """Starts learners as child processes on this machine. Their store and sockets use its loopback interface."""
-    with loopback_store() as port:
+def this_machine(program: Program, preload: Sequence[str] = ()) -> Generator[Site, None, None]:
+    """Starts learners as processes on this machine, which find the modules in `preload` imported. Their store and
+    sockets use its loopback interface."""
+    with preloading(preload) as preloaded, loopback_store() as port:
         scratch = scratch_folder()
 
         def begin(learner_id: int, joins: bool) -> LearnerProcess:
@@ -66,11 +67,16 @@ def this_machine(program: Program) -> Generator[Site, None, None]:
             }
             ours, theirs = socket.socketpair()
             with theirs:
-                process = start(program, learner_id, joins, scratch, place, theirs)
+                process = start(program, learner_id, joins, scratch, place, theirs, preloaded=preloaded)
             process.line.connection = owned(ours)
             return process
 
-        yield Site(begin, partial(shutil.rmtree, scratch, ignore_errors=True))
+        def abandon() -> None:
+            if preloaded:
+                preloaded.close()
+            shutil.rmtree(scratch, ignore_errors=True)
+
+        yield Site(begin, abandon)
 
 
 def launch(

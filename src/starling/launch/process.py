@@ -8,6 +8,7 @@ a process on this machine; `starling.launch.on_ray` has the processes on a Ray c
 import os
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -17,11 +18,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from starling.engines.processes import run_token
 from starling.errors import StarlingError
 from starling.launch.link import JOINS, SCRATCH, VARIABLE, WATCHED, Line
 from starling.timeouts import LOADERS, TERMINATION
+
+if TYPE_CHECKING:
+    from starling.launch.preloaded import Forked, Preloaded
 
 Seconds = float
 
@@ -117,7 +122,7 @@ that prepares the start of learners. Learners find their store at the site."""
 class LocalProcess(LearnerProcess):
     """A process on this machine."""
 
-    popen: Popen[bytes] = field(kw_only=True)
+    popen: "Popen[bytes] | Forked" = field(kw_only=True)
     _is_cleared: bool = False
     """Whether the process and its child processes are gone. Their process group's number may have been reused."""
 
@@ -158,6 +163,7 @@ def start(
     place: Mapping[str, object],
     line: socket.socket,
     folder: Path | None = None,
+    preloaded: "Preloaded | None" = None,
 ) -> LocalProcess:
     """Start a learner on this machine.
 
@@ -169,6 +175,7 @@ def start(
         place: The environment variables that describe where the learner runs, and where its store is.
         line: The learner's end of the connection to the launcher, which the learner inherits.
         folder: The learner's current folder. None uses the current folder of this process.
+        preloaded: The process that forks the learner if the program is a module. None starts a new Python process.
     """
     log = program.log(learner_id)
     environment = {
@@ -183,10 +190,16 @@ def start(
         WATCHED: int(program.is_watched),
         JOINS: int(joins),
     }
+    variables = {**os.environ, **{name: str(value) for name, value in environment.items()}}
+    interpreter, *module = program.command
     with log.open("ab") as output:
+        if preloaded and (interpreter, module[0]) == (sys.executable, "-m"):
+            forked = preloaded.fork(module[1:], variables, output, line, folder or Path.cwd())
+            if forked is not None:
+                return LocalProcess(log, popen=forked)
         popen = Popen(
             list(program.command),
-            env={**os.environ, **{name: str(value) for name, value in environment.items()}},
+            env=variables,
             stdin=DEVNULL,
             stdout=output,
             stderr=STDOUT,

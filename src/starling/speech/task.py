@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 class Speech(Task[Recipe]):
     """Recipes that train speech recognisers. Modules that need an extra are imported on demand."""
 
+    preload = (*Task.preload, "starling.speech.training.set_up", "lhotse.dataset", "torch.utils.tensorboard")
+
     def require(self, command: str) -> None:
         require("speech", command)
 
