@@ -15,7 +15,7 @@ pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
 from playwright.sync_api import Browser, Page
 
-from tests.chromium import browser, layout_problems, needs_chromium, num_inked
+from tests.chromium import WIDTHS, browser, layout_problems, needs_chromium, num_inked
 
 pytestmark = needs_chromium
 __all__ = ["browser"]
@@ -82,7 +82,7 @@ def run(name: str, setting: str) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [360, 800, 1400])
+@pytest.mark.parametrize("width", WIDTHS)
 def test_the_page_fits_the_screen_and_no_timeline_is_blank(width: int, scheme: str, page: Page) -> None:
     """With few and many learners, with servers and without."""
     page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
