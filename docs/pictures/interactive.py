@@ -78,7 +78,7 @@ def columns(events: Events, learners: int) -> Run:
     works = [_works(events, rank) for rank in range(learners)]
     waits = [1000 * (1 - sum(min(end, SECONDS) - begin for begin, end in each) / SECONDS) for each in works]
     ended = [
-        events.staleness.get((rank, place), 0)
+        events.staleness[rank, place]
         for rank in range(learners)
         for place, gradient in enumerate(events.of(rank))
         if gradient.end <= SECONDS
@@ -86,9 +86,7 @@ def columns(events: Events, learners: int) -> Run:
     others = [wait for rank, wait in enumerate(waits) if rank != SLOW]
     stale = (100 * sum(ended) / len(ended), max(ended))
     gradients = [[(each.begin, each.end) for each in events.of(rank)] for rank in range(learners)]
-    shown = [
-        events.staleness.get((rank, place), 0) for rank in range(learners) for place in range(_num(gradients[rank]))
-    ]
+    shown = [events.staleness[rank, place] for rank in range(learners) for place in range(_num(gradients[rank]))]
     lanes = [[(each.begin, each.end) for each in events.averagings if each.rank == rank] for rank in range(learners)]
     steps = [
         [(each.begin, each.end) for each in events.on_shards(rank) if each.is_step] for rank in range(learners + 1)
