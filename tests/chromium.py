@@ -15,7 +15,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 needs_chromium = pytest.mark.skipif(
     CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on the PATH"
 )
-WIDTHS = (400, 800, 1400)
+WIDTHS = (360, 800, 1400)
 """Widths of a telephone, a tablet and a desk, in pixels."""
 _PROBLEMS = """() => {
   const problems = [], width = innerWidth, root = document.documentElement;

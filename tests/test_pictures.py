@@ -1,9 +1,12 @@
 """The pictures of the documents are what the topologies and the virtual engine do, not what somebody drew."""
 
+import importlib
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -46,3 +49,31 @@ def test_a_picture_is_small_and_says_what_it_shows(file: Path) -> None:
         assert element is not None and element.text
     for loaded in ("<script", "<image", "href", "url(http", "@import", "@font-face"):
         assert loaded not in text
+
+
+@pytest.fixture(scope="module")
+def interactive() -> Iterator[ModuleType]:
+    """The script that writes the interactive page."""
+    pytest.importorskip("jinja2", reason="the extra `report` is not installed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(PICTURES))
+        yield importlib.import_module("interactive")
+
+
+def test_the_interactive_page_is_what_the_script_makes_of_the_runs_in_it(interactive: ModuleType) -> None:
+    """It shows all strategies in at most 0.6 MB. After a change of the template or of a docstring, run `python
+    docs/pictures/interactive.py allreduce`, and after adding a strategy, with its name."""
+    text = interactive.PAGE.read_text(encoding="utf-8")
+    assert interactive.page(interactive.held(text)) == text
+    assert len(text.encode()) <= 600_000
+    pages = PICTURES.with_name("strategies").glob("[a-z]*.md")
+    assert {strategy for strategy, _ in interactive.SHOWN.values()} == {page.stem for page in pages}
+
+
+def test_the_runs_in_the_interactive_page_are_what_the_strategies_do(interactive: ModuleType) -> None:
+    """In a setting of each strategy, another one for each."""
+    held = interactive.held(interactive.PAGE.read_text(encoding="utf-8"))
+    for number, name in enumerate(interactive.SHOWN):
+        place = 7 * number % len(interactive.SETTINGS)
+        columns = [column[place] for column in held.runs(name)]
+        assert columns == interactive.run(name, *interactive.SETTINGS[place]), name

@@ -283,6 +283,12 @@ def test_the_site_is_complete_and_a_broken_link_is_refused(built: Path) -> None:
     """By mkdocs in strict mode, from what `python -m tools.documentation` writes; `make docs` does the same."""
     shown = (built / "site" / "reference" / "python.html").read_text(encoding="utf-8")
     assert all(f'id="starling.{name}"' in shown for name in starling.__all__)
+    strategies = built / "site" / "strategies"
+    linked = re.findall(r'(?:"page": |href=)"([^":]+)"', (strategies / "interactive.html").read_text(encoding="utf-8"))
+    assert "index.html" in linked and len(set(linked)) == 1 + len(
+        list((ROOT / "docs" / "strategies").glob("[a-z]*.md"))
+    )
+    assert all((strategies / each).exists() for each in linked)
     with (built / "docs" / "glossary.md").open("a", encoding="utf-8") as page:
         page.write("\n[nowhere](running.md#nowhere)\n")
     code, said, _ = run_to_end(_BUILD, built)

@@ -248,14 +248,21 @@ class _Numbers:
         return _Numbers(self.inputs.to(device))
 
 
-def record(name: str, options: dict[str, Any]) -> Events:
-    """Run `STEPS` mini-batches of a strategy on `LEARNERS` learners, one of them slow, and tell what happened.
+def record(
+    name: str,
+    options: dict[str, Any],
+    learners: int = LEARNERS,
+    slower: float = SLOWER,
+    weights_seconds: float = WEIGHTS_SECONDS,
+    budget: Budget | None = None,
+) -> Events:
+    """Run a strategy on some learners, one of them slower, and tell what happened.
 
-    A server of its own is a learner more.
+    A server of its own is a learner more. Without a budget, the run ends after `STEPS` mini-batches.
     """
     strategy = STRATEGIES[name]
     chosen: Config = strategy.options.model_validate(options)
-    link = LinkModel(latency=0.0, bandwidth=NUM_WEIGHTS * 4 / WEIGHTS_SECONDS)
+    link = LinkModel(latency=0.0, bandwidth=NUM_WEIGHTS * 4 / weights_seconds)
     events = Events()
 
     def watched(me: Any, *arguments: Any) -> Coroutine[Any, Any, None]:
@@ -265,10 +272,10 @@ def record(name: str, options: dict[str, Any]) -> Events:
     job = Job(
         Line(),
         replace(strategy, run=watched),
-        Budget(steps=STEPS),
+        budget or Budget(steps=STEPS),
         lambda parameters: torch.optim.SGD(parameters, lr=0.001),
         options=chosen,
-        stragglers=Stragglers(slow={SLOW: SLOWER}),
+        stragglers=Stragglers(slow={SLOW: slower}),
         seed=4,
     )
     cluster = Cluster(
@@ -276,5 +283,5 @@ def record(name: str, options: dict[str, Any]) -> Events:
         link=link,
         memory=MemoryModel(bandwidth=NUM_WEIGHTS * 4 / PASS_SECONDS),
     )
-    VirtualEngine(job, LEARNERS + (options.get("servers") == "own"), cluster).run()
+    VirtualEngine(job, learners + (options.get("servers") == "own"), cluster).run()
     return events

@@ -32,7 +32,8 @@ WIDTH = 880
 """Of every picture, in pixels."""
 
 
-def _rules(colours: Mapping[str, str]) -> str:
+def rules(colours: Mapping[str, str]) -> str:
+    """The classes of shapes as CSS, in some colours."""
     return "".join(
         (
             f".panel{{fill:{colours['panel']};stroke:{colours['edge']}}}",
@@ -113,7 +114,7 @@ class Picture:
             f'height="{height}" role="img" aria-labelledby="title desc" font-family="sans-serif" font-size="12">',
             f'<title id="title">{escape(self._title, quote=False)}</title>',
             f'<desc id="desc">{escape(self._description, quote=False)}</desc>',
-            f"<style>{_rules(LIGHT)}@media (prefers-color-scheme:dark){{{_rules(DARK)}}}</style>",
+            f"<style>{rules(LIGHT)}@media (prefers-color-scheme:dark){{{rules(DARK)}}}</style>",
             '<defs><marker id="to" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" markerHeight="6" '
             'orient="auto-start-reverse"><path class="head" d="M0 0.8L8 4L0 7.2z"/></marker></defs>',
             f'<rect class="panel" x=".5" y=".5" width="{width - 1}" height="{height - 1}" rx="8"/>',

@@ -124,7 +124,7 @@ def _learner(picture: Picture, events: Events, rank: int, has_lane: bool) -> Non
         _wait(picture, free, begin, top)
     _shard_steps(picture, events, rank)
     lane = [(part.begin, part.end) for part in events.averagings if part.rank == rank and has_lane]
-    for begin, end in _joined(lane):
+    for begin, end in joined(lane):
         x = x_of(begin)
         if end - begin > 1e-6:
             picture.rectangle("averaging", x, lane_top(rank), SCALE * (end - begin) - 0.6, LANE, 'rx="1"')
@@ -132,7 +132,7 @@ def _learner(picture: Picture, events: Events, rank: int, has_lane: bool) -> Non
 
 def _shard_steps(picture: Picture, events: Events, rank: int) -> None:
     """Where a row changes the model in host memory; the much shorter reading is left out."""
-    for begin, end in _joined((work.begin, work.end) for work in events.on_shards(rank) if work.is_step):
+    for begin, end in joined((work.begin, work.end) for work in events.on_shards(rank) if work.is_step):
         picture.rectangle("averaging", x_of(begin), bar_top(rank), SCALE * (end - begin) - 0.4, BAR, 'rx="1"')
 
 
@@ -141,7 +141,7 @@ def _wait(picture: Picture, begin: float, end: float, top: float) -> None:
         picture.waiting(x_of(begin) + 1, top + 3, SCALE * (end - begin) - 2, BAR - 6)
 
 
-def _joined(stretches: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+def joined(stretches: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     """Stretches of time, those that overlap as one."""
     joined: list[tuple[float, float]] = []
     for begin, end in sorted(stretches):

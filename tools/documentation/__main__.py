@@ -17,7 +17,7 @@ GENERATED: Mapping[str, Callable[[], str]] = {
 PLACE = "> This part of the page is made from the source when the site is built: `make docs`."
 """The first line of the quotation that stands in a page in place of its generated part, and says where to look in the
 repository."""
-_ASSETS = (".svg", ".png", ".css")
+_ASSETS = (".svg", ".png", ".css", ".html")
 
 
 def write_site(folder: Path) -> None:
@@ -37,6 +37,9 @@ def write_site(folder: Path) -> None:
             target = folder / asset.relative_to(links.DOCS)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(asset, target)
+            if asset.suffix == ".html":  # its links are to pages, as on the forge
+                text = target.read_text(encoding="utf-8").replace('"README.md"', '"index.html"')
+                target.write_text(re.sub(r'"([\w-]+)\.md"', r'"\1.html"', text), encoding="utf-8")
 
 
 def problems() -> list[str]:

@@ -88,7 +88,7 @@ def problem(link: Link) -> str | None:
 
 def site_page(file: Path) -> str:
     """The site's path of a page, picture or source file, relative to the root of the site's sources."""
-    if file.is_relative_to(DOCS) and (file.suffix in (".md", ".svg", ".png")):
+    if file.is_relative_to(DOCS) and (file.suffix in (".md", ".svg", ".png", ".html")):
         return file.relative_to(DOCS).as_posix()
     inside = file.relative_to(ROOT).as_posix()
     return HOME.get(inside, f"source/{inside}.md")
