@@ -15,7 +15,7 @@ from torch import nn
 
 import starling
 from starling import Config, Strategy, strategies, toy
-from starling.errors import ConfigError, PeerLost
+from starling.errors import ConfigError
 from starling.recipe.run import StrategyChoice, strategy_problems
 from starling.strategies import STRATEGIES, find_strategy
 from starling.strategies.parts.mixing import one_ahead
@@ -104,11 +104,33 @@ def test_joiners_get_ranks_after_the_workers_and_before_the_servers(
     assert strategy.successors(strategy.options.model_validate(options), members, lost, joined) == expected
 
 
-def test_a_lost_server_ends_the_run_and_half_a_super_learner_cannot_join() -> None:
-    """The part of the model that a server kept is lost with it; a super-learner joins as a whole."""
-    served, nodes = find_strategy("parameter-server"), find_strategy("hadpsgd")
-    with pytest.raises(PeerLost, match="was a server"):
-        served.successors(served.options.model_validate({"servers": "own"}), (0, 1, 2), [2])
+@pytest.mark.parametrize(
+    ("options", "members", "lost", "expected"),
+    [
+        ({"servers": "own"}, (0, 1, 2), [2], (1, 0)),
+        ({"servers": "own", "shards": 2}, (0, 1, 2, 3, 4), [3], (1, 2, 0, 4)),
+        ({"servers": "own", "shards": 2}, (0, 1, 2, 3, 4), [0, 4], (2, 3, 1)),
+        ({"servers": "beside"}, (0, 1, 2), [0], (1, 2)),
+        ({"servers": "beside", "shards": 2}, (0, 1, 2, 3), [0], (2, 1, 3)),
+        ({"servers": "beside", "shards": 2}, (0, 1, 2, 3), [0, 1, 2], None),
+        ({"servers": "own"}, (0, 1), [1], None),
+    ],
+)
+def test_a_worker_takes_the_place_of_a_lost_server(
+    options: dict[str, object], members: tuple[int, ...], lost: list[int], expected: tuple[int, ...] | None
+) -> None:
+    """Other servers keep their shards. Without a worker to spare, the run ends."""
+    served = find_strategy("parameter-server")
+    if expected is None:
+        with pytest.raises(ConfigError, match=r"strategy\.shards"):
+            served.successors(served.options.model_validate(options), members, lost)
+        return
+    assert served.successors(served.options.model_validate(options), members, lost) == expected
+
+
+def test_half_a_super_learner_cannot_join() -> None:
+    """It joins as a whole."""
+    nodes = find_strategy("hadpsgd")
     with pytest.raises(ConfigError, match="3 learners cannot be divided"):
         nodes.successors(nodes.options.model_validate({"per_node": 2}), (0, 1), [], [2])
 

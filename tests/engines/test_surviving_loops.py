@@ -294,11 +294,23 @@ def test_every_strategy_of_equals_survives(strategy: str, tmp_path: Path) -> Non
     assert torch.equal(results[1]["final"], results[0]["final"])
 
 
-@pytest.mark.parametrize("victim", [0, 2], ids=["syncer", "other"])
-def test_decoupled_learners_survive_the_loss_of_any_of_them(victim: int, tmp_path: Path) -> None:
-    """Also of the one that keeps the model; in the end all have the same model, which has learnt."""
-    options = {"every": 4, "fragments": 2, "overlap": 1}
-    case = {"strategy": "decoupled-diloco", "options": options, "steps": 80, "deaths": {str(victim): 21}}
+@pytest.mark.parametrize("victim", [0, 2], ids=["server", "other"])
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("decoupled-diloco", {"every": 4, "fragments": 2, "overlap": 1}),
+        ("parameter-server", {}),
+        ("async-diloco", {"every": 4, "rate": 0.7}),
+        pytest.param("aeasgd", {"every": 4}, marks=pytest.mark.wide),
+        pytest.param("parameter-server", {"update": "hybrid"}, marks=pytest.mark.wide),
+        pytest.param("parameter-server", {"update": "summed", "sum": 2, "shards": 2}, marks=pytest.mark.wide),
+    ],
+)
+def test_learners_survive_the_loss_of_a_server_or_another(
+    strategy: str, options: dict[str, Any], victim: int, tmp_path: Path
+) -> None:
+    """In the end all have the same model, which has learnt."""
+    case = {"strategy": strategy, "options": options, "steps": 80, "deaths": {str(victim): 21}}
     with loops(case, 3, tmp_path) as started:
         started.died(victim)
         results = started.results(*(rank for rank in range(3) if rank != victim))
@@ -412,7 +424,6 @@ def test_a_plan_copies_whom_it_must_and_keeps_steps_together() -> None:
 @pytest.mark.parametrize(
     ("strategy", "options", "message"),
     [
-        ("parameter-server", {}, "parameter-server cannot continue without any one .* its servers hold the model"),
         ("hadpsgd", {"per_node": 2}, "hadpsgd cannot continue without any one .* super-learners need all"),
         ("adpsgd", {"on_loss": "restart"}, "on_loss: must be 'stop' or 'continue', got 'restart'"),
     ],

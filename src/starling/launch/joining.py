@@ -160,11 +160,10 @@ def _check(
         raise ConfigError(f"most_not_finite: must be at least 1, got {most_not_finite}")
     if on_loss not in ("stop", "continue"):
         raise ConfigError(f"on_loss: must be 'stop' or 'continue', got {on_loss!r}")
-    if on_loss == "continue" and type(strategy).survivors is not Strategy.survivors:
-        why = "its servers hold the model" if strategy.is_served else "its super-learners need all their learners"
+    if on_loss == "continue" and not (strategy.is_served or type(strategy).survivors is Strategy.survivors):
         raise ConfigError(
-            f"on_loss: {strategy.name} cannot continue without any one of its learners, because {why}; choose another "
-            'strategy, such as adpsgd, or on_loss="stop"'
+            f"on_loss: {strategy.name} cannot continue without any one of its learners, because its super-learners "
+            'need all their learners; choose another strategy, such as adpsgd, or on_loss="stop"'
         )
 
 

@@ -85,6 +85,7 @@ async def aeasgd(me: Learner, options: AeasgdOptions) -> None:
         return
     r = options.elasticity / len(options.workers(me.world))
     sent = me.strategy_state("sent", me.weights.new_zeros(len(me.weights)), is_common=False)
+    sent[centre.rebuilt] = 0.0
 
     async def draw(difference: Tensor) -> None:
         me.apply(difference)

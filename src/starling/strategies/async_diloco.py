@@ -106,6 +106,7 @@ async def async_diloco(me: Learner, options: AsyncDilocoOptions) -> None:
     if (centre := await connected(me, options, *outer)) is None:
         return
     centre.theta = me.strategy_state("theta", centre.theta, is_common=False)
+    centre.theta[centre.rebuilt] = me.weights[centre.rebuilt]
 
     async def push() -> None:
         if centre.num_steps or centre.num_unconfirmed:

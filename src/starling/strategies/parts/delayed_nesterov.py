@@ -35,6 +35,11 @@ class Loans:
         return self._optimizer
 
     @property
+    def has_lent(self) -> bool:
+        """Whether the server has lent any copy, perhaps in an earlier membership."""
+        return bool(self._optimizer.param_groups[0]["num_loans"])
+
+    @property
     def current(self) -> Any:
         """The newest optimizer, which makes the next push."""
         return self._optimizer

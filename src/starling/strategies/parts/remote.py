@@ -124,6 +124,8 @@ class Centre:
         self._servers.ages = list(map(float, self._counts[2:].tolist()))
         self.theta = me.weights.new_zeros(len(me.weights))
         """theta `[P]`, as it was last pulled."""
+        self.rebuilt = slice(0)
+        """The piece of theta that is now this worker's own weights, because its server was lost."""
         self._num_pushed = 0
 
     @property
@@ -207,5 +209,7 @@ async def connected(
         while me.claim():
             me.step(await me.gradient(me.weights))
         return None
-    await serve(me, options, Asynchronous(), Loans(rate, momentum, delay, spread))
+    own = await serve(me, options, Asynchronous(), Loans(rate, momentum, delay, spread))
+    if centre is not None and centre.has_met_servers:
+        centre.rebuilt = own
     return centre

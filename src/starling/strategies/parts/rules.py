@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, ModelWrapValidatorHandler, model_validator
 
 from starling.configuration import Config
-from starling.errors import ConfigError, PeerLost
+from starling.errors import ConfigError
 from starling.learner import Learner
 from starling.strategies.base import Strategy, SyncGroups
 from starling.strategies.parts.staleness import Correction, Staleness, correction, rate_scale
@@ -53,7 +53,8 @@ class Served(Config):
 
 
 class ServedStrategy(Strategy):
-    """A strategy whose options are `Served`: servers keep the model, and the run ends if one is lost."""
+    """A strategy whose options are `Served`: servers keep the model. If one is lost, a worker takes its place, and the
+    shard begins again with the weights that this worker had pulled, and a new optimizer."""
 
     is_served = True
 
@@ -61,12 +62,11 @@ class ServedStrategy(Strategy):
         return SyncGroups(len(options.workers(world)), self.sync_group_size(options, world))
 
     def survivors(self, options: Served, world: int, lost: Collection[int]) -> Sequence[int]:
-        for shard in range(options.shards):
-            if (server := options.server(shard, world)) in lost:
-                raise PeerLost(f"learner {server} of {world} was a server; its shard of the model is lost")
-        left = super().survivors(options, world, lost)
-        self.validate(options, len(left))
-        return left
+        before = [options.server(shard, world) for shard in range(options.shards)]
+        workers = [rank for rank in range(world) if rank not in lost and rank not in before]
+        self.validate(options, world - len(lost))
+        servers = [workers.pop(0) if rank in lost else rank for rank in before]
+        return [*workers, *servers] if options.servers == "own" else [*servers, *workers]
 
     def validate(self, options: Served, world: int) -> None:
         if options.servers == "own" and world <= options.shards:

@@ -247,13 +247,18 @@ class Server:
         return [self._me.send(worker, age, AGE), self._me.send(worker, weights, WEIGHTS)]
 
 
-async def serve(me: Learner, options: Served, rule: ServerOptions, loans: Loans | None = None) -> None:
-    """Run the server of a shard, if this learner is one: in the background of a worker, otherwise until the end."""
+async def serve(me: Learner, options: Served, rule: ServerOptions, loans: Loans | None = None) -> slice:
+    """Run the server of a shard, if this learner is one: in the background of a worker, otherwise until the end.
+
+    Returns the piece of the weights that begins as this learner's own, because its server has not lent it before.
+    """
     piece, workers = options.kept(me), options.workers(me.world)
     if piece is None:
-        return
+        return slice(0)
     server = Server(me, piece, workers, rule, loans)
+    has_lent = loans is not None and loans.has_lent
     if me.rank in workers:
         me.background.start(server.serve())
     else:
         await server.serve()
+    return slice(0) if has_lent else piece

@@ -1,0 +1,57 @@
+"""When a server is lost, a worker takes its place: few mini-batches are lost with it, and fewer count twice."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from starling.engines.virtual.cluster import Cluster, ComputeModel
+from starling.engines.virtual.engine import VirtualEngine
+from starling.errors import PeerLost
+from starling.training.faults import Kill
+from tests.checkpoint.cut_cases import STEPS, job
+
+CLUSTER = Cluster(compute=ComputeModel(distribution="log-normal", seconds=0.1, spread=0.5))
+EVERY = 3
+PUSHING = {"rate": 1.0, "momentum": 0.0, "delay": 1, "every": EVERY, "by_speed": False}
+CASES: dict[str, tuple[str, dict[str, Any], int, int]] = {
+    "parameter-server": ("parameter-server", {}, 3, 0),
+    "two shards": ("parameter-server", {"shards": 2}, 3, 1),
+    "server of its own": ("parameter-server", {"servers": "own"}, 4, 3),
+    "async-diloco": ("async-diloco", PUSHING, 3, 0),
+    "async-diloco, two shards": ("async-diloco", PUSHING | {"shards": 2}, 3, 1),
+    "async-diloco, server of its own": ("async-diloco", PUSHING | {"servers": "own"}, 4, 3),
+}
+"""Strategy, options, number of learners, and the server that is lost."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_few_mini_batches_are_lost_with_a_server_and_fewer_count_twice(case: str) -> None:
+    """Each mini-batch has a coordinate of the model. At most two messages of each worker are lost, and at most one that
+    had arrived, without the worker knowing it, is sent again."""
+    name, options, world, victim = CASES[case]
+    seen: Counter[float] = Counter()
+    message = EVERY if name == "async-diloco" else 1
+    num_events = VirtualEngine(job(name, options), world, CLUSTER).run().num_events
+    num_losses = 0
+    for event in range(2, num_events, 5):
+        outcome = VirtualEngine(job(name, options, faults=(Kill(kill=victim, at_event=event),)), world, CLUSTER).run()
+        num_losses += len(outcome.losses)
+        (weights, *others) = (state.weights for state in outcome.states)
+        for each in others:
+            torch.testing.assert_close(each, weights)
+        found = -weights.double()[:STEPS]
+        assert float(found.min()) > -1e-6
+        num_twice, num_lost = float((found - 1.0).clamp(min=0.0).sum()), float((1.0 - found).clamp(min=0.0).sum())
+        seen[round(num_lost)] += 1
+        assert num_twice < world * message + 0.5, event
+        assert num_lost < 2 * world * message + 0.5, event
+    assert num_losses > 20
+    assert max(seen) > 0  # else the loss of a server would cost nothing, which no worker could know
+
+
+def test_without_a_worker_to_spare_the_run_says_so() -> None:
+    """Two servers cannot be one learner."""
+    with pytest.raises(PeerLost, match=r"learner 0 was killed .* 2 servers, but only 1 learners"):
+        VirtualEngine(job("parameter-server", {"shards": 2}, faults=(Kill(kill=0, at_event=40),)), 2, CLUSTER).run()
