@@ -35,6 +35,7 @@ TOPICS = [
             "gpu",
             "islands",
             "models",
+            "other-toolkits",
             "replay",
             "serving",
             "small-corpora",
