@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 import starling
-from starling import Config, Strategy, strategies, toy
+from starling import Config, Learner, Strategy, strategies, toy
 from starling.errors import ConfigError, PeerLost
 from starling.recipe.run import StrategyChoice, strategy_problems
-from starling.strategies import STRATEGIES, find_strategy
+from starling.strategies import STRATEGIES, NoOptions, find_strategy
 from starling.strategies.parts.mixing import one_ahead
 from tools.house import code_lines
 
@@ -31,6 +31,40 @@ def test_an_unknown_strategy_names_the_nearest() -> None:
     """So that a typing error is easy to correct."""
     with pytest.raises(ConfigError, match="'all-reduce' is unknown; did you mean 'allreduce'"):
         find_strategy("all-reduce")
+
+
+async def _alone(me: Learner) -> None:
+    """No options."""
+
+
+async def _with_options(me: Learner, options: NoOptions) -> None:
+    """Options."""
+
+
+@pytest.mark.parametrize(
+    ("run", "fields", "message"),
+    [
+        (_alone, {"averages_gradients": True}, "averages_gradients is True, but must be .* `lambda options: True`"),
+        (_alone, {"sync_group_size": 1}, "sync_group_size is 1, but must be .* `lambda options, world: 1`"),
+        (
+            _with_options,
+            {},
+            r"must take \(me\), because the strategy has no `options`",
+        ),
+        (
+            _alone,
+            {"options": Config},
+            r"must take \(me, options\), because the strategy has the field `options`",
+        ),
+    ],
+)
+def test_a_strategy_that_could_not_run_is_refused_when_it_is_made(
+    run: Callable[..., Any], fields: dict[str, Any], message: str
+) -> None:
+    """Rather than in the learners, or only under some settings."""
+    with pytest.raises(ConfigError, match=f"strategy 'mine': .*{message}"):
+        Strategy("mine", "only in tests", run, **fields)
+    Strategy("mine", "only in tests", _alone, averages_gradients=lambda options: True)
 
 
 @every_strategy
@@ -202,7 +236,7 @@ class MovedOptions(Config):
     """A period."""
 
 
-MOVES = Strategy("moves", "move", find_strategy("delay-by-one").run, options=MovedOptions)
+MOVES = Strategy("moves", "move", find_strategy("adpsgd").run, options=MovedOptions)
 WHERE = f"{__name__}:MOVES"
 
 
