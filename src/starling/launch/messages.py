@@ -201,6 +201,8 @@ class Progress(LearnerMessage, kind="progress"):
     ended_at: int | None = None
     """Number of mini-batches that all learners computed from the start of the run to the end of the epoch; None while
     the epoch is under way."""
+    left_after: int | None = None
+    """Number of mini-batches of the epoch that all learners computed, if the run ended before the epoch did."""
     consensus_distance: float | None = None
     """(1/L) sum_l |w_l - mean|^2 at the epoch's end; None if unknown."""
 
