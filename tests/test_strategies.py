@@ -6,6 +6,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,7 +16,7 @@ from torch import nn
 
 import starling
 from starling import Config, Learner, Strategy, strategies, toy
-from starling.errors import ConfigError, PeerLost
+from starling.errors import ConfigError, PeerLost, ProtocolError
 from starling.recipe.run import StrategyChoice, strategy_problems
 from starling.strategies import STRATEGIES, NoOptions, find_strategy
 from starling.strategies.parts.mixing import one_ahead
@@ -65,6 +66,25 @@ def test_a_strategy_that_could_not_run_is_refused_when_it_is_made(
     with pytest.raises(ConfigError, match=f"strategy 'mine': .*{message}"):
         Strategy("mine", "only in tests", run, **fields)
     Strategy("mine", "only in tests", _alone, averages_gradients=lambda options: True)
+
+
+async def _counts(me: Learner) -> None:
+    """Count steps, in common with all others."""
+    count = me.strategy_state("count", torch.zeros(1, dtype=torch.int64))
+    while me.claim():
+        me.step(await me.gradient(me.weights))
+        count += 1
+
+
+def test_common_state_that_a_strategy_does_not_declare_is_refused() -> None:
+    """Or learners could begin a membership with different values of it, which would show only after a loss."""
+    strategy, model = Strategy("mine", "only in tests", _counts), nn.Linear(1, 1)
+    refused = pytest.raises(ProtocolError, match=r"cannot keep 'count' in common with others.* set keeps_state=True")
+    with refused:
+        starling.simulate(toy.regression(strategy), learners=2)
+    with refused:
+        starling.join(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy)
+    starling.simulate(toy.regression(replace(strategy, keeps_state=True)), learners=2)
 
 
 @every_strategy

@@ -111,7 +111,7 @@ def averaged(compression: Compression, rounds: list[list[Tensor]]) -> tuple[list
             found[me.rank].append((await means.start(vectors[me.rank].clone())).clone())
 
     workload = ConstantGradient(dimensions=len(rounds[0][0]))
-    mine = Job(workload, Strategy("means", "only in tests", run), Budget(steps=0), sgd(0.1))
+    mine = Job(workload, Strategy("means", "only in tests", run, keeps_state=True), Budget(steps=0), sgd(0.1))
     states = VirtualEngine(mine, world).run().states
     written_last = len(rounds) % 2  # beside each residual is the next one
     return found, torch.stack([state.strategy[OWN_PREFIX + "residual"][written_last] for state in states])
