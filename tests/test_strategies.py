@@ -87,6 +87,11 @@ def test_common_state_that_a_strategy_does_not_declare_is_refused() -> None:
     starling.simulate(toy.regression(replace(strategy, keeps_state=True)), learners=2)
 
 
+def test_the_readme_counts_the_strategies() -> None:
+    """All that `starling strategies` lists without other packages."""
+    assert f"**{len(STRATEGIES)} strategies**" in (ROOM.parents[2] / "README.md").read_text(encoding="utf-8")
+
+
 @every_strategy
 def test_a_strategys_docstring_has_all_parts_in_their_order(name: str) -> None:
     """`starling strategies NAME` prints them; the list has one line about each strategy."""
