@@ -147,6 +147,7 @@ class Stretch:
     """Number of gradients by staleness."""
     num_not_finite: int = 0
     """Number of gradients that were skipped because they were not finite."""
+    # a further field is summed, unless `_SUMMED` leaves it out
 
     def add(self, other: "Stretch") -> None:
         """Add another stretch to this one."""
