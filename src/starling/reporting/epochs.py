@@ -85,10 +85,8 @@ class Tally:
             )
         if (report := self.ended) is None:
             return progress
-        left_after = None
-        if report.is_last and last is not None and last.ticket.epoch == report.epoch:
-            num_here = self._num_done - (last.ticket.step - last.ticket.index)
-            left_after = num_here if num_here < last.num_batches else None
+        num_here = self._num_done - (progress.new.step - progress.batch)  # of the epoch of the last gradient
+        is_cut = report.is_last and progress.epoch == report.epoch and num_here < progress.num_batches
         computed = progress.so_far if progress.epoch == report.epoch else Stretch(report.rank)
         spent = {"seconds": report.seconds, **vars(report.spent)}
         return replace(
@@ -96,7 +94,7 @@ class Tally:
             epoch=report.epoch,
             so_far=replace(computed, batches=report.num_steps, **spent, **_agreed(report)),
             ended_at=self._num_done,
-            left_after=left_after,
+            left_after=num_here if is_cut else None,
             consensus_distance=report.consensus_distance,
         )
 

@@ -167,10 +167,7 @@ class Architecture(Config):
                 raise ValueError(f"phones.layer is {self.phones.layer}, but model.layers is {layers}; lower it")
         if self.chunk is not None:
             if not self.CAN_STREAM:
-                raise ValueError(
-                    f"chunk: {self.name} cannot stream; lstm, transformer and conformer can, and classes that set "
-                    "CAN_STREAM"
-                )
+                raise ValueError(f"chunk: {self.name} cannot stream; lstm, transformer and conformer can")
             if getattr(self, "positions", "rotary") != "rotary" or getattr(self, "span", 0):
                 raise ValueError("chunk: needs positions: rotary, and no span; leave them out")
         return self
