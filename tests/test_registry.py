@@ -11,7 +11,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from typer.testing import CliRunner
 
-from starling import registry
+from starling import load_recipe, registry
 from starling.cli import app
 from starling.errors import ConfigError
 from starling.recipe.run import dump_recipe
@@ -113,6 +113,40 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[types.M
     yield outside
     registry._installed.cache_clear()
     del sys.modules["outside"]
+
+
+@pytest.mark.parametrize(
+    ("body", "keys", "message"),
+    [
+        ("PRESETS = {'small': {}}", {}, r"model\.name: Mine has no NETWORK; set it to the class of the network"),
+        ("NETWORK = 'own:Net'", {}, r"model: own:Mine has no preset 'small'; known are none: add PRESETS = "),
+        ("NETWORK = 'own:Ned'; PRESETS = {'small': {}}", {}, r"model\.name: NETWORK: 'own:Ned' .* did you mean 'Net'"),
+        (
+            "NETWORK = 'owm:Net'; PRESETS = {'small': {}}",
+            {},
+            r"model\.name: NETWORK: 'owm:Net' .* is owm installed, or",
+        ),
+        (
+            "NETWORK = 'own:Net'; PRESETS = {'small': {}}",
+            {"phones": {"layer": 1}},
+            r"model: phones: own:Mine has no layer for them; .*, and classes that set CAN_HAVE_PHONES",
+        ),
+    ],
+)
+def test_what_an_architecture_from_outside_lacks_is_said_with_the_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, keys: dict[str, Any], message: str
+) -> None:
+    """Before anything is written."""
+    text = f"from starling.speech.models import Architecture\n\nNet = dict\n\nclass Mine(Architecture):\n    {body}\n"
+    (tmp_path / "own.py").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    try:
+        with pytest.raises(ConfigError, match=message):
+            load_recipe(
+                Path("demo"), [f"model={yaml.safe_dump({'name': 'own:Mine', **keys}, default_flow_style=True)}"]
+            )
+    finally:
+        del sys.modules["own"]
 
 
 def _is_number(found: object) -> TypeGuard[float]:

@@ -6,6 +6,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,10 +15,10 @@ import torch
 from torch import nn
 
 import starling
-from starling import Config, Strategy, strategies, toy
-from starling.errors import ConfigError
+from starling import Config, Learner, Strategy, strategies, toy
+from starling.errors import ConfigError, ProtocolError
 from starling.recipe.run import StrategyChoice, strategy_problems
-from starling.strategies import STRATEGIES, find_strategy
+from starling.strategies import STRATEGIES, NoOptions, find_strategy
 from starling.strategies.parts.mixing import one_ahead
 from tools.house import code_lines
 
@@ -31,6 +32,64 @@ def test_an_unknown_strategy_names_the_nearest() -> None:
     """So that a typing error is easy to correct."""
     with pytest.raises(ConfigError, match="'all-reduce' is unknown; did you mean 'allreduce'"):
         find_strategy("all-reduce")
+
+
+async def _alone(me: Learner) -> None:
+    """No options."""
+
+
+async def _with_options(me: Learner, options: NoOptions) -> None:
+    """Options."""
+
+
+@pytest.mark.parametrize(
+    ("run", "fields", "message"),
+    [
+        (_alone, {"averages_gradients": True}, "averages_gradients is True, but must be .* `lambda options: True`"),
+        (_alone, {"sync_group_size": 1}, "sync_group_size is 1, but must be .* `lambda options, world: 1`"),
+        (
+            _with_options,
+            {},
+            r"must take \(me\), because the strategy has no `options`",
+        ),
+        (
+            _alone,
+            {"options": Config},
+            r"must take \(me, options\), because the strategy has the field `options`",
+        ),
+    ],
+)
+def test_a_strategy_that_could_not_run_is_refused_when_it_is_made(
+    run: Callable[..., Any], fields: dict[str, Any], message: str
+) -> None:
+    """Rather than in the learners, or only under some settings."""
+    with pytest.raises(ConfigError, match=f"strategy 'mine': .*{message}"):
+        Strategy("mine", "only in tests", run, **fields)
+    Strategy("mine", "only in tests", _alone, averages_gradients=lambda options: True)
+
+
+async def _counts(me: Learner) -> None:
+    """Count steps, in common with all others."""
+    count = me.strategy_state("count", torch.zeros(1, dtype=torch.int64))
+    while me.claim():
+        me.step(await me.gradient(me.weights))
+        count += 1
+
+
+def test_common_state_that_a_strategy_does_not_declare_is_refused() -> None:
+    """Or learners could begin a membership with different values of it, which would show only after a loss."""
+    strategy, model = Strategy("mine", "only in tests", _counts), nn.Linear(1, 1)
+    refused = pytest.raises(ProtocolError, match=r"cannot keep 'count' in common with others.* set keeps_state=True")
+    with refused:
+        starling.simulate(toy.regression(strategy), learners=2)
+    with refused:
+        starling.join(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy)
+    starling.simulate(toy.regression(replace(strategy, keeps_state=True)), learners=2)
+
+
+def test_the_readme_counts_the_strategies() -> None:
+    """All that `starling strategies` lists without other packages."""
+    assert f"**{len(STRATEGIES)} strategies**" in (ROOM.parents[2] / "README.md").read_text(encoding="utf-8")
 
 
 @every_strategy
@@ -224,7 +283,7 @@ class MovedOptions(Config):
     """A period."""
 
 
-MOVES = Strategy("moves", "move", find_strategy("delay-by-one").run, options=MovedOptions)
+MOVES = Strategy("moves", "move", find_strategy("adpsgd").run, options=MovedOptions)
 WHERE = f"{__name__}:MOVES"
 
 

@@ -437,12 +437,28 @@ def test_a_pattern_that_connects_slowly_passes_when_more_rounds_are_looked_at() 
     assert is_connected(custom(4, slow, rounds=100), 100)
 
 
+def test_a_wrong_period_is_refused_at_the_round_that_differs() -> None:
+    """In the rounds that are checked at once, and later."""
+
+    def turning(k: int, rank: int, world: int) -> Mapping[int, float]:
+        return {rank ^ (2 if k in (9, 1000) else 1): 0.5, rank ^ 3: 0.25}
+
+    turning.period = 4  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="turning, round 9: differs from round 1, although its `period` is 4"):
+        custom(4, turning)
+    topology = custom(4, turning, rounds=8)
+    assert topology.period == 4
+    with pytest.raises(ConfigError, match="turning, round 1000: differs from round 0"):
+        topology.sources(1000, 3)
+
+
 class Rotated(Topology):
     """A ring whose order depends on the run's seed."""
 
     def __init__(self, world: int, seed: int) -> None:
         super().__init__(world)
         self._seed = seed
+        self.period = world - 1
 
     def sources(self, k: int, rank: int) -> Mapping[int, float]:
         return {(rank + 1 + (k + self._seed) % (self.world - 1)) % self.world: 0.25}
@@ -461,6 +477,7 @@ class Lopsided(Rotated):
 def test_a_recipe_names_a_class_of_ones_own_which_knows_the_seed() -> None:
     """What it says is checked like a function's."""
     found = find_topology(f"{__name__}:Rotated", 5, 4)
+    assert found.period == 4
     for k in range(8):
         check_consistent(found, k)
         np.testing.assert_array_equal(found.matrix(k), Rotated(5, 4).matrix(k))

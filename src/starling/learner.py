@@ -362,7 +362,7 @@ class Learner(ABC):
         After a membership change, the flags determine the value:
 
         * `is_common`: all learners begin with the value of one of them. If their common state is new, they must have
-          equal weights, which engines check. Only a strategy that declares `keeps_state` may keep common state.
+          equal weights, which engines check. Raises ProtocolError if the strategy does not declare `keeps_state`.
         * not `is_common`: each learner begins with its own value, and a joiner with `initial`.
         * `for_membership`: all learners begin with `initial`. Use this for state that must be consistent between
           learners.

@@ -145,7 +145,7 @@ def test_a_run_resumed_anywhere_ends_in_the_same_bits(method: Method, tmp_path: 
 def test_the_walk_finds_what_a_strategy_hides() -> None:
     """A tensor in a closure, a number in an object, a queue of a generator: each is found; what is overwritten before
     it is read, what is saved, and what is declared are not."""
-    method = Method("hiding", Strategy("hiding", "only in tests", hiding), lambda world: NoOptions())
+    method = Method("hiding", Strategy("hiding", "only in tests", hiding, keeps_state=True), lambda world: NoOptions())
     found = {path.rpartition(" ")[2] for path in kept_beside_the_checkpoint(method)}
     assert found == {"total", "add(total)", "box.count", "has", "num"}
 

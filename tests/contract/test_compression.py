@@ -111,7 +111,7 @@ def averaged(compression: Compression, rounds: list[list[Tensor]]) -> tuple[list
             found[me.rank].append((await means.start(vectors[me.rank].clone())).clone())
 
     workload = ConstantGradient(dimensions=len(rounds[0][0]))
-    mine = Job(workload, Strategy("means", "only in tests", run), Budget(steps=0), sgd(0.1))
+    mine = Job(workload, Strategy("means", "only in tests", run, keeps_state=True), Budget(steps=0), sgd(0.1))
     states = VirtualEngine(mine, world).run().states
     written_last = len(rounds) % 2  # beside each residual is the next one
     return found, torch.stack([state.strategy[OWN_PREFIX + "residual"][written_last] for state in states])
@@ -363,11 +363,43 @@ def test_gossip_of_changes_sends_float32_once_and_then_encoded_bytes() -> None:
     assert [each.averaging.bytes_sent for each in timing.learners] == [expected] * LEARNERS
 
 
+def around(k: int, rank: int, world: int) -> dict[int, float]:
+    """A ring of one's own."""
+    return {(rank + 1) % world: 1 / 3, (rank - 1) % world: 1 / 3}
+
+
+def around_slowly(k: int, rank: int, world: int) -> dict[int, float]:
+    return around(k, rank, world)
+
+
+around.period = 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["choco", "d2", "a2cid2"])
+def test_a_pattern_of_ones_own_that_says_that_it_never_changes_is_one(name: str) -> None:
+    """It trains as a ring does; without its period, which no one can know of a function, it is refused."""
+    own, ring = (
+        VirtualEngine(job(name, pattern=pattern), 4).run().states for pattern in (f"{__name__}:around", "ring")
+    )
+    for mine, expected in zip(own, ring, strict=True):
+        torch.testing.assert_close(mine.weights, expected.weights, rtol=0.0, atol=1e-6)
+    with pytest.raises(ConfigError, match="`period`"):
+        job(name, pattern=f"{__name__}:around_slowly").validate(4)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("adpsgd", {"compression": "int8"}, "neighbours change from round to round; choose pattern ring or complete"),
-        ("choco", {"pattern": "random"}, "neighbours change from round to round; choose pattern ring or complete"),
+        (
+            "adpsgd",
+            {"compression": "int8"},
+            "neighbours change from round to round, or its `period` is not given as 1; choose",
+        ),
+        (
+            "choco",
+            {"pattern": "random"},
+            "neighbours change from round to round, or its `period` is not given as 1; choose",
+        ),
         ("hadpsgd", {"per_node": 1, "pattern": "pairs", "compression": "int4"}, "neighbours change"),
         ("easgd", {"compression": {"top_k": 0.1}}, "would be added up without end; choose bfloat16, int8 or int4"),
     ],

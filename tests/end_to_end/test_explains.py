@@ -80,7 +80,7 @@ def test_a_lost_learner_is_in_the_summary_and_the_run_can_be_resumed_with_it(tre
     assert computed[1] == 4
     assert {name: computed[name] - sights[name] in (0, 1) for name in computed} == {0: True, 1: True}, summary
     assert re.search(r"1 │ +4 │ .*│ lost", summary)
-    assert re.search(r"lost after \d+\.\d s: learner 1 was killed by SIGKILL while \S+", summary)
+    assert re.search(r"lost after \d+\.\d s: learner 1 was killed by SIGKILL \(last reported: \S+", summary)
     assert re.search(r"\d mini-batches that others had begun were re-issued; .*starling audit", summary)
     assert re.search(r"gradients that were not finite and left out: [12]\n", summary)
     assert re.search(r"checkpoints: \d+, the newest exp/songs/checkpoints/step-\d+", summary)

@@ -97,7 +97,7 @@ def test_survivors_see_what_a_killed_learner_had_begun(
     ]  # fmt: skip
     code, message = lose_one_of_three(command, tmp_path)
     assert code == 0, message
-    assert re.search(r"learner \d was killed by SIGKILL while .*; the others continue without it", message)
+    assert re.search(r"learner \d was killed by SIGKILL \(last reported: .*\); the others continue without it", message)
     assert re.search(r"songs ended without learner \d: learner \d was killed", message)
     assert "16 of 16 complete epochs saw each of" in audited(tmp_path, monkeypatch)
 

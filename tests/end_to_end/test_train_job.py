@@ -9,9 +9,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import yaml
+from rich.console import Console
 
 from starling.checkpoint.reader import latest, load
-from starling.experiment.record import read_seen
+from starling.errors import ConfigError
+from starling.experiment.record import audit, read_seen
 from tests.warm_start import WarmProgram
 
 SCRIPT = """
@@ -47,6 +50,19 @@ if __name__ == "__main__":
     trained = starling.train(job, learners=int(sys.argv[1]), name="quadrants", resume=resume, engine={"threads": 1})
     right = (trained.model()(points).argmax(dim=1) == labels).float().mean()
     print(f"accuracy {right:.3f}")
+"""
+OWN = """
+from starling import Learner, Strategy
+
+async def every_fourth(me: Learner) -> None:
+    count = me.strategy_state("count", torch.zeros(1, dtype=torch.int64), is_common=True)
+    while me.claim():
+        me.step(await me.gradient(me.weights))
+        count += 1
+        if count % 4 == 0:
+            me.replace(await me.mean(me.weights))
+
+OWN = Strategy("my-local-sgd", "average every four steps", every_fourth, keeps_state=True)
 """
 
 
@@ -101,6 +117,41 @@ def test_a_resume_with_another_strategy_begins_from_the_consensus_and_says_so(tm
     assert bool((one == other).all())
 
 
+@pytest.mark.parametrize(
+    ("above", "given", "name"),
+    [
+        (OWN, "OWN", "__main__:OWN"),
+        pytest.param("from own import OWN", "OWN", "own:OWN", marks=pytest.mark.wide),
+        pytest.param("", "'own:OWN'", "own:OWN", marks=pytest.mark.wide),
+    ],
+)
+def test_a_strategy_of_ones_own_survives_a_loss_and_a_resume(above: str, given: str, name: str, tmp_path: Path) -> None:
+    """Learners find it again: in the script, or in a module that the script imports or names. The learner that replaces
+    the killed one, and those of a resumed run, do so, too."""
+    (tmp_path / "own.py").write_text("import torch\n" + OWN, encoding="utf-8")
+    setting = f"    {given},\n    starling.Budget(epochs=int(sys.argv[2])),"
+    strategy = re.compile(r'    starling.STRATEGIES\["adpsgd"\],\n.*')
+    text = strategy.sub(setting, SCRIPT.replace("job =", f"{above}\njob =")).replace(
+        '    options=starling.STRATEGIES["adpsgd"].options(),\n', ""
+    )
+    text += TRAIN.replace("name=", 'on_loss="replace", name=')
+    first = run(tmp_path, text, "3", "5", "kill")
+    assert accuracy(first) > 0.7
+    said = " ".join(first.stderr.split())
+    assert "learner 1 was killed by SIGKILL" in said
+    assert "mini-batches that others had begun were re-issued checkpoints:" in said  # without advice to audit a job
+    experiment = tmp_path / "exp" / "quadrants"
+    with pytest.raises(ConfigError, match=r"starling\.train trained this experiment, and the job is not in its folder"):
+        audit(experiment, print, Console())
+    assert yaml.safe_load((experiment / "config.yaml").read_text())["strategy"] == {"name": name}
+    manifest = load(latest(experiment)).manifest
+    assert (manifest.position.num_done // 3, manifest.world) == (5 * 20, 3)  # learners step together
+    assert accuracy(run(tmp_path, text, "3", "7", "resume")) > 0.7
+    checkpoint = load(latest(experiment))
+    assert checkpoint.manifest.position.num_done // 3 == 7 * 20
+    assert int(checkpoint.learner(0).strategy["count"]) >= 7 * 20  # it was not lost with the first run
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("strategy", ["allreduce", "local-sgd"])
 def test_with_batch_shares_a_job_survives_a_killed_learner_and_resumes_with_others(
@@ -135,6 +186,13 @@ def test_with_batch_shares_a_job_survives_a_killed_learner_and_resumes_with_othe
         (
             SCRIPT + TRAIN.replace("name=", "on_loss='shrug', strategy='adpgsd', name="),
             "starling.train: 2 problems",
+        ),
+        (
+            (SCRIPT + TRAIN)
+            .replace('starling.STRATEGIES["adpsgd"],', "replace(OWN, name='x'),")
+            .replace("job =", f"{OWN}\nfrom dataclasses import replace\njob =")
+            .replace('starling.STRATEGIES["adpsgd"].options()', "None"),
+            "strategy: 'x' cannot be found by learner processes; assign it to a name at the top level",
         ),
         (SCRIPT.replace("batch_size=20", "batch_size=0") + TRAIN, "batch_size: 0 is not at least 1"),
     ],

@@ -146,7 +146,9 @@ def test_a_killed_learner_is_named_and_the_others_are_ended(mode: str, tmp_path:
     One strategy in step, and one with threads and loading processes; `make soak` has the others.
     """
     kill = At(rank=1, step=30, action=lambda: own_learner(1).kill())
-    with pytest.raises(PeerLost, match=r"learner 1 was killed by SIGKILL while step \d+; its log: .*learner-1.log"):
+    with pytest.raises(
+        PeerLost, match=r"learner 1 was killed by SIGKILL \(last reported: step \d+\); its log: .*learner-1.log"
+    ):
         launch(command(mode), 3, tmp_path, kill)
     assert kill.fired
     assert not learners_of()
@@ -194,7 +196,7 @@ def test_learners_that_differ_are_refused_in_the_greeting(mode: str, difference:
 
 def test_a_program_that_fails_to_start_is_named_with_its_log(tmp_path: Path) -> None:
     """For a learner that exits without a message, the error still says which one and where to look."""
-    with pytest.raises(StarlingError, match=r"learner [01] exited with code 1 while starting; its log: "):
+    with pytest.raises(StarlingError, match=r"learner [01] exited with code 1 \(last reported: starting\); its log: "):
         launch([sys.executable, "-c", "raise SystemExit(1)"], 2, tmp_path)
 
 
@@ -346,6 +348,6 @@ while True:
 @pytest.mark.wide
 def test_a_learner_that_never_stops_talking_does_not_keep_a_failed_run_alive(tmp_path: Path) -> None:
     """After a failure the launcher listens for a moment only; a message of 20 MB takes no time worth the name."""
-    with pytest.raises(StarlingError, match="learner 0 exited with code 9 while x"):
+    with pytest.raises(StarlingError, match=r"learner 0 exited with code 9 \(last reported: x+\)"):
         launch([sys.executable, "-c", FLOOD], 2, tmp_path)
     assert not learners_of()

@@ -96,7 +96,9 @@ def test_a_learner_killed_while_starting_is_a_clear_end(is_borne: bool, tmp_path
     begin = time.monotonic()
     losses: list[Loss] = []
     changes = Changes("continue" if is_borne else "stop", on_lost=losses.append)
-    with pytest.raises(PeerLost, match=r"learner 1 was killed by SIGKILL while starting; its log: .*learner-1.log"):
+    with pytest.raises(
+        PeerLost, match=r"learner 1 was killed by SIGKILL \(last reported: starting\); its log: .*learner-1.log"
+    ):
         launch(command("adpsgd", "unequal"), 3, tmp_path, changes=changes)
     killer.join()
     assert fired.is_set()

@@ -88,7 +88,7 @@ def test_the_others_finish_the_budget_of_all(strategy: str, world: int, victim: 
     harm, losses = survive(f"{strategy}/ends", world, victim, tmp_path)
     others = set(range(world)) - {victim}
     assert [loss.learner for loss in losses] == [victim]
-    assert losses[0].reason.startswith(f"learner {victim} was killed by SIGKILL while ")
+    assert losses[0].reason.startswith(f"learner {victim} was killed by SIGKILL (last reported: ")
     assert harm.said.keys() == others
     for said in harm.said.values():
         assert NUM_MINI_BATCHES <= said["num_done"] < NUM_MINI_BATCHES + world

@@ -94,6 +94,20 @@ def test_an_epoch_ends_with_its_mean_loss_and_the_last_learning_rate() -> None:
     assert EpochSummary((progress,)).line().startswith("epoch 3 ended after 5.0 s: lr 0.5, computing 0 %")
 
 
+def test_an_epoch_that_the_budget_cuts_short_is_not_said_to_have_ended() -> None:
+    """But one that ends with the run has, and so has one whose next one this learner has begun."""
+    tally = tally_of(step(9), step(12, epoch=1), step(15, epoch=1))
+    for is_last, num_done, begin in (
+        (True, 17, "epoch 2 was left after 7 of 10 mini-batches and 5.0 s: "),
+        (True, 20, "epoch 2 ended after 5.0 s: "),
+        (False, 17, "epoch 2 ended after 5.0 s: "),
+    ):
+        progress = ended(tally, EpochReport(0, 1, 2, 5.0, Spent(), is_last=is_last), num_done)
+        assert EpochSummary((progress,)).line().startswith(begin)
+    ahead = ended(tally, EpochReport(0, 0, 2, 5.0, Spent(), is_last=True), 10)
+    assert EpochSummary((ahead,)).line().startswith("epoch 1 ended after 5.0 s: ")
+
+
 def test_an_epoch_without_a_gradient_has_no_rounds_for_each() -> None:
     """Neither a division by zero nor a histogram."""
     progress = ended(Tally(), EpochReport(0, 0, 0, 0.0, Spent(), Averaging(rounds=2)))

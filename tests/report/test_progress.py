@@ -196,7 +196,7 @@ def test_what_the_screen_shows_is_in_the_events_too(tmp_path: Path) -> None:
         screen.hear(end(1))
         screen.hear(Saved("step-1", "barrier"))
         screen.hear(Saved("step-2", "barrier"))
-        display.lost(1, "learner 1 was killed by SIGKILL while computing")
+        display.lost(1, "learner 1 was killed by SIGKILL (last reported: computing)")
         display.joined(2, 2)
         display.left_out(3, "learner 3: no memory")
         display.scored(Score("dev", 12.5, 4.0, 1, 10, "%WER 12.50"))

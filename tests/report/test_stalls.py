@@ -168,5 +168,5 @@ def test_a_learner_that_was_lost_waits_no_more() -> None:
     run.wait(1, "a mean", [0], is_group=True)
     run.go_on(4.0)
     run.silent.add(1)
-    run.roster.lose(1, "learner 1 was killed by SIGKILL while computing")
+    run.roster.lose(1, "learner 1 was killed by SIGKILL (last reported: computing)")
     assert run.go_on(30.0) == []

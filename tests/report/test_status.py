@@ -91,7 +91,7 @@ def status(told: Told, stage: Literal["training", "scoring", "ended"], code: int
         pid=4242,
         generation=1,
         learners=tuple(learners_of(told.roster)),
-        losses=("learner 1 was killed by SIGKILL while computing batch 3 of epoch 1",),
+        losses=("learner 1 was killed by SIGKILL (last reported: computing batch 3 of epoch 1)",),
         saved="exp/demo/checkpoints/step-00000012",
         saved_age=30.0,
         exit_code=code,
@@ -118,7 +118,7 @@ def test_a_status_is_read_as_it_was_written_and_shown_with_its_age() -> None:
     assert "demo, adpsgd: training, began 1 min 40 s ago, membership 1" in text
     assert "1.5 s ago" in text
     assert "none yet" in text
-    assert "lost: learner 1 was killed by SIGKILL while computing batch 3 of epoch 1" in text
+    assert "lost: learner 1 was killed by SIGKILL (last reported: computing batch 3 of epoch 1)" in text
     assert "newest checkpoint: exp/demo/checkpoints/step-00000012, saved 30.5 s ago" in text
 
 

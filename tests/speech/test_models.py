@@ -2,6 +2,8 @@
 
 import math
 import re
+import shlex
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 import torch
 from pydantic import BaseModel
 
+from starling import load_recipe
 from starling.configuration import checked
 from starling.errors import ConfigError
 from starling.speech.features import FeatureConfig, LogMel
@@ -29,6 +32,7 @@ from starling.speech.models.recurrent import BidirectionalLayer, reversal
 from starling.speech.models.transformer import Block, Sight, distances, phases, rotate, sinusoids
 from starling.speech.recogniser import Recogniser
 from starling.speech.tokens import CharacterTokenizer
+from tests.code_blocks import code_blocks
 
 MODELS = {name: kind for name, kind in ALL_MODELS.items() if not issubclass(kind, PublishedConfig)}
 
@@ -599,3 +603,32 @@ def test_encoder_frames_are_known_without_computing_them(config):
     for num_frames in range(1, 20):
         log_probs, lengths = model(torch.zeros(1, num_frames, 40), torch.tensor([num_frames]))
         assert log_probs.shape[1] == int(lengths) == config.encoder_frames(num_frames)
+
+
+def test_the_network_of_the_page_has_the_shapes_that_the_page_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the page's own command: with and without a decoder, and with outputs that no padding changes."""
+    blocks = code_blocks(Path(__file__).parents[2] / "docs" / "models.md")
+    (program,) = [block for block in blocks if block.saved_as == "my_gru.py"]
+    (command,) = [block.text for block in blocks if "my_gru:Gru" in block.text and block.language == "sh"]
+    (tmp_path / "my_gru.py").write_text(program.text, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    variable, *words, recipe, name, model = shlex.split(command)
+    assert (variable, words) == ("PYTHONPATH=.", ["starling", "train"])
+    config = load_recipe(Path(recipe), [name, model]).model
+    assert (config.preset, config.hidden, model_config(name=config.name).hidden) == ("tiny", 32, 128)
+    assert isinstance(build_model(config, 40, 12, 1).gru, torch.nn.GRU)
+    for subsampling in (1, 2, 4):
+        sized = model_config(name=config.name, preset="tiny", subsampling=subsampling)
+        network = build_model(sized, 40, 12, 1).eval()
+        short, long = utterances([29, 90])
+        features = torch.full((2, 90, 40), 1e3)
+        features[0, :29], features[1] = short, long
+        log_probs, lengths = network(features, torch.tensor([29, 90]))
+        assert lengths.tolist() == [sized.encoder_frames(29), sized.encoder_frames(90)]
+        assert log_probs.shape == (2, sized.encoder_frames(90), 12)
+        (alone,), _ = network(short[None], torch.tensor([29]))
+        torch.testing.assert_close(log_probs[0, : len(alone)], alone, rtol=0.0, atol=1e-5)
+    assert build_model(model_config(name=config.name, decoder={"kind": "attention"}), 40, 12, 1).decoder is not None
+    del sys.modules["my_gru"]

@@ -20,11 +20,12 @@ INTEGRATIONS = (
 
 
 def page() -> str:
-    """Directives for mkdocstrings: functions, classes, data, example jobs, and integrations."""
+    """Directives for mkdocstrings: functions, classes, data, example jobs, networks, and integrations."""
     parts = []
     for title, names in _groups().items():
         parts += [f"## {title}\n", *(f"::: starling.{name}\n" for name in names)]
     parts += ["## An example job\n", "::: starling.toy.regression\n"]
+    parts += ["## Your own network\n", "::: starling.speech.models.Architecture\n"]
     parts += ["## Integrations\n", *(f"::: starling.integrations.{name}\n" for name in INTEGRATIONS)]
     return "\n".join(parts)
 

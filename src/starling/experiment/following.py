@@ -24,7 +24,7 @@ from starling.experiment.record import batches_in, ends_of, read_skipped, segmen
 from starling.experiment.running import learners_of
 from starling.launch.messages import Status, encode_file
 from starling.launch.roster import LearnerRecord, LearnerState, Roster
-from starling.recipe.run import RunConfig
+from starling.recipe.run import RecipeConfig, RunConfig
 from starling.reporting.epochs import SPENT, duration, merged, share
 from starling.reporting.goodput import goodput_of
 from starling.reporting.progress import Say, say_on
@@ -159,7 +159,7 @@ class Following:
         with roster.lock:
             seconds = roster.clock() - roster.began_at if self._seconds is None else self._seconds
             title = f"{self._run.name}, {self._run.strategy.name}: {how}, after {seconds:.0f} s"
-            lines = [*_lines(roster, counts, self._stalls.ended, self._folder.path)]
+            lines = [*_lines(roster, counts, self._stalls.ended, self._run)]
             if (goodput := goodput_of(roster, counts.num_computed or None)) is not None:
                 lines.append(Text(str(goodput)))
                 self.events.write("goodput", ratio=goodput.ratio, **asdict(goodput))
@@ -239,19 +239,18 @@ def _table(roster: Roster, counts: Counts) -> Table:
     return table
 
 
-def _lines(roster: Roster, counts: Counts, waits: Sequence[str], experiment: Path) -> Iterator[Text]:
+def _lines(roster: Roster, counts: Counts, waits: Sequence[str], run: RunConfig) -> Iterator[Text]:
     """The lines below the table. `waits` are the lines about stalls that have ended."""
     lines = [f"lost after {duration(each.at - roster.began_at)}: {each.reason}" for each in roster.lost]
     joined = [str(each.learner_id) for each in roster.learners.values() if each.num_joins]
     if joined:
         lines.append(f"joined the running experiment: learner {', '.join(joined)}")
     if roster.lost or roster.generation > 0:
-        lines.append(
-            f"{counts.num_again} mini-batches that others had begun were re-issued; to check that nothing was missed: "
-            f"starling audit {experiment}"
-        )
+        can_audit = isinstance(run, RecipeConfig)  # not a job of `starling.train`, which is not in the folder
+        advice = f"; to check that nothing was missed: starling audit {run.folder}" if can_audit else ""
+        lines.append(f"{counts.num_again} mini-batches that others had begun were re-issued{advice}")
     if counts.num_skipped:
-        lines.append(f"skipped utterances: {counts.num_skipped}, listed in {experiment}/seen")
+        lines.append(f"skipped utterances: {counts.num_skipped}, listed in {run.folder}/seen")
     if num_not_finite := sum(each.done.num_not_finite for each in roster.learners.values()):
         lines.append(f"gradients that were not finite and left out: {num_not_finite}")
     lines += waits

@@ -31,6 +31,8 @@ from starling.launch.rendezvous import find_place, is_first, is_learner, number_
 from starling.recipe.file import apply_overrides, read_recipe
 from starling.recipe.run import EngineConfig, RunConfig
 from starling.reporting.progress import Bars, Say, say_on
+from starling.strategies import name_of
+from starling.strategies.islands import NO_ISLANDS, between_islands
 from starling.timeouts import SET_UP
 from starling.training.flat import load_weights
 from starling.training.job import Job
@@ -167,7 +169,8 @@ def train(
         job: What to train, how, and for how long.
         learners: The number of processes.
         strategy: A name that `starling strategies` lists, `module:name`, or a mapping with `name` and options; `auto`
-            chooses one by measuring this machine first. None uses the job's strategy.
+            chooses one by measuring this machine first. None uses the job's strategy; your own must be at the top
+            level of a module or of the script.
         name: The experiment's folder inside `exp`. An earlier run there is moved aside.
         exp: The folder of all experiments.
         resume: An experiment or a checkpoint to resume from.
@@ -189,11 +192,12 @@ def train(
         >>> model = trained.model()  # doctest: +SKIP
     """
     refuse_if_importing("starling.train")
+    own = between_islands(job.strategy, NO_ISLANDS)
     given = {
         **{key: getattr(job, key) for key in OF_BOTH},
         "name": name,
         "learners": learners,
-        "strategy": strategy or {"name": job.strategy.name, **job.options.model_dump(mode="json")},
+        "strategy": strategy or {"name": name_of(own), **job.options.model_dump(mode="json")},
         "engine": engine or EngineConfig(),
         "launch": launch,
         "on_loss": on_loss,

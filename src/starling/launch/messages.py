@@ -147,6 +147,7 @@ class Stretch:
     """Number of gradients by staleness."""
     num_not_finite: int = 0
     """Number of gradients that were skipped because they were not finite."""
+    # a further field is summed, unless `_SUMMED` leaves it out
 
     def add(self, other: "Stretch") -> None:
         """Add another stretch to this one."""
@@ -201,6 +202,8 @@ class Progress(LearnerMessage, kind="progress"):
     ended_at: int | None = None
     """Number of mini-batches that all learners computed from the start of the run to the end of the epoch; None while
     the epoch is under way."""
+    left_after: int | None = None
+    """Number of mini-batches of the epoch that all learners computed, if the run ended before the epoch did."""
     consensus_distance: float | None = None
     """(1/L) sum_l |w_l - mean|^2 at the epoch's end; None if unknown."""
 

@@ -167,16 +167,16 @@ class LearnerRecord:
         self.process.kill()
 
     def describe_exit(self) -> str:
-        """A text that says how the learner's process ended, and what it was doing then."""
-        name, doing, process = f"learner {self.learner_id}", self.attempt.doing, self.process
+        """A text that says how the learner's process ended, and what it last reported."""
+        name, last, process = f"learner {self.learner_id}", f"(last reported: {self.attempt.doing})", self.process
         if process.killed_because:
-            return f"{name} {process.killed_because} while {doing} and was killed"
+            return f"{name} {process.killed_because} and was killed {last}"
         if self.was_killed:
             how = process.lost or f"was killed by {signal_name(-(process.exit_code or 0))}"
-            return f"{name} {how} while {doing}"
+            return f"{name} {how} {last}"
         if process.exit_code == 0:
             return f"{name} exited: its sync group lost a member"
-        how = f": {process.error}" if process.error else f" exited with code {process.exit_code} while {doing}"
+        how = f": {process.error}" if process.error else f" exited with code {process.exit_code} {last}"
         return f"{name}{how}; its log: {process.log}"
 
 

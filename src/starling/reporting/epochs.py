@@ -85,6 +85,8 @@ class Tally:
             )
         if (report := self.ended) is None:
             return progress
+        num_here = self._num_done - (progress.new.step - progress.batch)  # of the epoch of the last gradient
+        is_cut = report.is_last and progress.epoch == report.epoch and num_here < progress.num_batches
         computed = progress.so_far if progress.epoch == report.epoch else Stretch(report.rank)
         spent = {"seconds": report.seconds, **vars(report.spent)}
         return replace(
@@ -92,6 +94,7 @@ class Tally:
             epoch=report.epoch,
             so_far=replace(computed, batches=report.num_steps, **spent, **_agreed(report)),
             ended_at=self._num_done,
+            left_after=num_here if is_cut else None,
             consensus_distance=report.consensus_distance,
         )
 
@@ -155,7 +158,9 @@ class EpochSummary:
     def line(self, score: Score | None = None) -> str:
         """The line to print, with `score` if it is new."""
         workers = [each.so_far for each in self._workers]
-        begin = f"epoch {self.epoch + 1} ended after {duration(self._seconds)}"
+        cut = next((each for each in self.ends if each.left_after is not None), None)
+        how = "ended after" if cut is None else f"was left after {cut.left_after} of {cut.num_batches} mini-batches and"
+        begin = f"epoch {self.epoch + 1} {how} {duration(self._seconds)}"
         if self.missing:
             begin += f" (without learner {', '.join(map(str, self.missing))})"
         every, work = merged(each.so_far for each in self.ends), merged(workers)

@@ -259,14 +259,19 @@ def check_recipe(tree: Tree, where: str) -> Recipe:
 
 
 def load_resolved(path: Path) -> Recipe:
-    """Load the recipe in an experiment's folder. Raises ConfigError if the recipe is invalid or older than
-    Starling 0.2."""
+    """Load the recipe in an experiment's folder. Raises ConfigError if the recipe is invalid, older than
+    Starling 0.2, or missing because `starling.train` trained a job."""
     return check_resolved(read_recipe(path), str(path))
 
 
 def check_resolved(tree: Tree, where: str) -> Recipe:
     """Check the tree of an experiment's recipe, and return the recipe. `where` names the tree in messages. Raises
     ConfigError as `load_resolved` does."""
+    if "trains" in tree:
+        raise ConfigError(
+            f"{where}: starling.train trained this experiment, and the job is not in its folder; this command needs an "
+            "experiment that `starling train` has trained from a recipe"
+        )
     if "format" not in tree:
         raise ConfigError(
             f"{where}: written before Starling 0.2, which this version cannot read; train the experiment again, or use "

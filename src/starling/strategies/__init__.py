@@ -1,15 +1,17 @@
 """The strategies by name. Each file holds one algorithm, and registers it."""
 
 import copyreg
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
+from starling.errors import ConfigError
 from starling.registry import Registry
 from starling.strategies.base import REGISTERED, NoOptions, Strategy, SyncGroups
 
-__all__ = ["STRATEGIES", "NoOptions", "Strategy", "SyncGroups", "find_strategy", "strategy_names"]
+__all__ = ["STRATEGIES", "NoOptions", "Strategy", "SyncGroups", "find_strategy", "name_of", "strategy_names"]
 
 _KINDS = ("all-reduce", "periodic", "gossip", "server", "shared memory")
 
@@ -71,3 +73,21 @@ def find_strategy(name: str, also: Sequence[str] = ()) -> Strategy:
         ConfigError: No strategy has this name; the message suggests the nearest one.
     """
     return _REGISTRY.find(name, also)
+
+
+def name_of(strategy: Strategy) -> str:
+    """The name by which another process finds a strategy: its own if it is one of Starling's, otherwise `module:name`.
+
+    Raises:
+        ConfigError: No imported module has the strategy at its top level.
+    """
+    if REGISTERED.get(strategy.name) is strategy:
+        return strategy.name
+    for module in (strategy.run.__module__, *reversed(sys.modules)):  # the script, `__main__`, comes late
+        for name, found in list(getattr(sys.modules.get(module), "__dict__", {}).items()):
+            if type(found) is type(strategy) and found == strategy:
+                return f"{module}:{name}"
+    raise ConfigError(
+        f"strategy: {strategy.name!r} cannot be found by learner processes; assign it to a name at the top level of a "
+        "module or of the script"
+    )

@@ -49,8 +49,8 @@ def _check(options: A2Cid2Options, world: int) -> None:
     if not averages_both_ways(topology):
         raise ConfigError(
             f"strategy.pattern: a2cid2 needs the same neighbours in each round, in both directions, which pattern "
-            f"{pattern} does not have; choose pattern ring, or write `name: adpsgd`: where neighbours change at "
-            "random, there is nothing to accelerate"
+            f"{pattern} does not have, or does not declare (`period`); choose pattern ring, or write `name: adpsgd`: "
+            "where neighbours change at random, there is nothing to accelerate"
         )
     if chosen == "auto":
         return

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from starling.configuration import Config, canonical
+from starling.configuration import Config, accepts, canonical
+from starling.errors import ConfigError
 from starling.learner import Learner
 
 Run = Callable[..., Coroutine[Any, Any, None]]
@@ -67,7 +68,7 @@ class Strategy:
     summary: str
     """Description in one line, for `starling strategies`."""
     run: Run
-    """The algorithm, a coroutine function: `run(learner)`, or `run(learner, options)` if the strategy has options."""
+    """The algorithm, a coroutine function: `run(me)`, or `run(me, options)` if the strategy has options."""
     sync_group_size: Callable[[Any, int], int] = all_learners
     """Number of learners that claim mini-batches together, one each, and compute in step, from the options and the
     number of learners: all by default; 1 if no learner waits for another's gradient."""
@@ -91,6 +92,20 @@ class Strategy:
     refuses it."""
     steps_itself: bool = True
     """Whether each gradient of a learner becomes a step of its own optimizer, in the order of its claims."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError if a field that must be a function is none, or if the coroutine takes other arguments."""
+        for name in ("sync_group_size", "averages_gradients", "adopts_changes"):
+            if not callable(given := getattr(self, name)):
+                raise ConfigError(
+                    f"strategy {self.name!r}: {name} is {given!r}, but must be a function of the options, such as "
+                    f"`lambda options{', world: 1' if name == 'sync_group_size' else ': True'}`"
+                )
+        takes, has = ("me", "no") if self.options is NoOptions else ("me, options", "the field")
+        if not accepts(self.run, *takes.split(", ")):
+            raise ConfigError(
+                f"strategy {self.name!r}: its coroutine must take ({takes}), because the strategy has {has} `options`"
+            )
 
     def described(self, options: Config) -> str:
         """The strategy's name and all its options as JSON. The text is the same for equal options; checkpoints contain

@@ -15,7 +15,8 @@ def _check(options: D2Options, world: int) -> None:
     if not averages_both_ways(find_topology(options.pattern, world, seed=0)):
         raise ConfigError(
             f"strategy.pattern: d2 needs the same neighbours in each step, in both directions, which pattern "
-            f"{options.pattern} does not have; choose pattern ring or complete, or write `name: gradient-tracking`"
+            f"{options.pattern} does not have, or does not declare (`period`); choose pattern ring or complete, "
+            "or write `name: gradient-tracking`"
         )
 
 

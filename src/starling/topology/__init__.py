@@ -49,7 +49,8 @@ class Topology(ABC):
     """
 
     period: int | None = None
-    """Number of rounds after which the pattern repeats; None if it never repeats, or the period is unknown."""
+    """Number of rounds after which the pattern repeats, 1 if neighbours never change; None if it never repeats, or the
+    period is unknown."""
 
     def __init__(self, world: int) -> None:
         if world < 1:
@@ -279,6 +280,7 @@ class _Custom(Topology):
         super().__init__(world)
         self._is_balanced = is_balanced
         self._function = function
+        self.period = getattr(function, "period", None)
         self._name = getattr(function, "__name__", repr(function))
         self._plan = lru_cache(maxsize=_PLANS_KEPT)(self._draw)
         for k in range(rounds):
@@ -328,7 +330,13 @@ class _Custom(Topology):
                     f"change the mean: its weights for others sum to {sum(taken.values()):.6g}, others' weights for it "
                     f"to {given[rank]:.6g}; make the two sums equal"
                 )
-        return _Plan(sources, targets)
+        plan = _Plan(sources, targets)
+        if self.period and round >= self.period and plan != self._plan(round % self.period):
+            raise ConfigError(
+                f"pattern {self._name}, round {round}: differs from round {round % self.period}, although its `period` "
+                f"is {self.period}; correct the period, or leave it out"
+            )
+        return plan
 
     def _ask(self, round: int, rank: int) -> dict[int, float]:
         where = f"pattern {self._name}, round {round}, learner {rank}"
@@ -379,12 +387,16 @@ def custom(world: int, function: Function, rounds: int | None = None, is_balance
     is first needed. The first `rounds` rounds (default: 64, or 2 L if that is more) are checked immediately, and must
     connect all learners.
 
+    If the pattern repeats, its number of rounds may be an attribute `period` of the function, 1 if neighbours never
+    change. A round that differs from the one that it repeats is an error.
+
     With `is_balanced` False, which is for push-sum, only the sum is conserved. The weights with which other learners
     mix a learner must then sum to less than 1; the rest is the learner's own weight. Directions count: from each
     learner a path must lead to every other learner.
 
     Raises:
-        ConfigError: The pattern is not doubly stochastic, not connected or not pure; the message names the function.
+        ConfigError: The pattern is not doubly stochastic, not connected or not pure, or has another period; the message
+            names the function.
     """
     return _Custom(world, function, max(64, 2 * world) if rounds is None else rounds, is_balanced)
 
@@ -432,6 +444,7 @@ def find_topology(pattern: str, world: int, seed: int, is_balanced: bool = True)
     if isinstance(found, type):
         topology = found(world, seed)
         function = wraps(found)(lambda number, rank, world: topology.sources(number, rank))
+        function.period = topology.period  # type: ignore[attr-defined]
     return custom(world, function, is_balanced=is_balanced)
 
 

@@ -107,6 +107,7 @@ class CourseLearner(ReplicaLearner):
             self.cuts.on_cut = lambda barrier, cut, turn: observer.on_event(
                 life.name, "cut", barrier=barrier, round=cut, turn=turn
             )
+        self.has_common_state = job.strategy.has_common_state(job.options)
         if job.strategy.compresses_gradients(job.options):
             replica.sometimes_unused.update(range(len(replica.parameters)))
         self._minutes_before = start.minutes if start else 0.0

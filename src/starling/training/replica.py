@@ -371,6 +371,8 @@ class ReplicaLearner(Learner, LocalOptimizer, Background, Shards):
     """Version of the weights at which the newest gradient is computed."""
     is_averaged = False
     """Whether a mean of the newest gradient has begun."""
+    has_common_state: bool
+    """Whether the strategy declares that it keeps common state."""
     most_not_finite: int
     """Number of consecutive non-finite gradients that ends the run."""
 
@@ -430,6 +432,11 @@ class ReplicaLearner(Learner, LocalOptimizer, Background, Shards):
     def strategy_state(
         self, name: str, initial: Tensor, is_common: bool = True, for_membership: bool = False, of_rounds: bool = False
     ) -> Tensor:
+        if is_common and not (for_membership or of_rounds or self.has_common_state):
+            raise ProtocolError(
+                f"learner {self.rank} cannot keep {name!r} in common with others, because its strategy does not "
+                "declare it: set keeps_state=True in its Strategy, or is_common=False here"
+            )
         return self.replica.state_of_strategy(name_of_state(name, is_common, for_membership, of_rounds), initial)
 
     @abstractmethod

@@ -57,6 +57,7 @@ class LoopLearner(ConnectedLearner):
         self.survives = peers.feed.is_watched
         self._num_groups = len(run.replica.optimizer.param_groups)
         self._is_ending = False
+        self.has_common_state = run.strategy.has_common_state(run.options)
         self._averages_gradients = run.strategy.averages_gradients(run.options)
         self._has_mixed = False  # whether the loop's own thread has changed the weights other than by a step
         self._before_rounds: dict[str, Tensor] = {}

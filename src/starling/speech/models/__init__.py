@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
 from pydantic import (
@@ -34,6 +33,7 @@ _ARCHITECTURES: Registry[type[Architecture]] = Registry(
     accepts=lambda found: isinstance(found, type) and issubclass(found, Architecture),
     wanted="a class that inherits from starling.speech.models.Architecture",
 )
+_NETWORKS = Registry[Any]({}, "starling.networks", accepts=callable, wanted="a class", prefix="NETWORK: ")
 _KEYS = dict.fromkeys(key for each in MODELS.values() for key in each.model_fields)
 """The keys of all models, each with the value null, which has the same meaning as omitting the key."""
 
@@ -46,10 +46,19 @@ def _of_its_name(value: Any, handler: ValidatorFunctionWrapHandler) -> Architect
         return found
     try:
         kind = _ARCHITECTURES.find(name)
+        if _ARCHITECTURES.is_outside(name):
+            _network(kind)
     except ConfigError as error:
         raise ProblemsError(f"model.name: {error}") from error
     given = {key: each for key, each in value.items() if each is not None or key not in _KEYS}
     return kind.model_validate(given | {"name": name})
+
+
+def _network(kind: type[Architecture]) -> Any:
+    """The class of an architecture's network. Raises ConfigError if there is none."""
+    if (network := getattr(kind, "NETWORK", None)) is None:
+        raise ConfigError(f"{kind.__name__} has no NETWORK; set it to the class of the network, or to its module:name")
+    return _NETWORKS.find(network) if isinstance(network, str) else network
 
 
 def _as_given(model: Architecture, info: SerializationInfo) -> dict[str, Any]:
@@ -94,8 +103,7 @@ def build_model(
     from starling.speech.models.transformer import AttentionDecoder
 
     with borrowed_generators(seed):
-        kind: Any = type(config).NETWORK
-        network: nn.Module = (resolve_name(kind) if isinstance(kind, str) else kind)(config, num_features, vocab_size)
+        network: nn.Module = _network(type(config))(config, num_features, vocab_size)
         if config.decoder is not None:
             own = _checked(network, Network, "decoder")
             width = own.output.in_features

@@ -117,7 +117,7 @@ class Architecture(Config):
     name: str
     """The architecture: blstm, lstm, transformer, conformer, zipformer, deep-speech, blstm-hybrid, dnn-hybrid,
     wav2vec2, whisper, or module:name."""
-    preset: str = "small"
+    preset: str = Field(default="small", validate_default=True)
     """The preset of sizes: tiny, small, or a larger preset of the architecture."""
     subsampling: Literal[1, 2, 4] = 4
     """Number of feature frames per encoder frame."""
@@ -151,7 +151,8 @@ class Architecture(Config):
     @classmethod
     def _preset_is_known(cls, preset: str, info: ValidationInfo) -> str:
         if preset not in cls.PRESETS:
-            raise ValueError(f"{info.data.get('name')} has no preset {preset!r}; known are {', '.join(cls.PRESETS)}")
+            known = ", ".join(cls.PRESETS) or "none: add PRESETS = {'small': {}} to its class"
+            raise ValueError(f"{info.data.get('name')} has no preset {preset!r}; known are {known}")
         return preset
 
     @model_validator(mode="after")
@@ -159,7 +160,8 @@ class Architecture(Config):
         if self.phones is not None:
             if not self.CAN_HAVE_PHONES:
                 raise ValueError(
-                    f"phones: {self.name} has no layer for them; blstm, lstm, transformer and conformer have one"
+                    f"phones: {self.name} has no layer for them; blstm, lstm, transformer and conformer have one, and "
+                    "classes that set CAN_HAVE_PHONES"
                 )
             if self.phones.layer > (layers := getattr(self, "layers", self.phones.layer)):
                 raise ValueError(f"phones.layer is {self.phones.layer}, but model.layers is {layers}; lower it")

@@ -346,7 +346,7 @@ def check_fixed_neighbours(pattern: str, world: int) -> None:
     """Raise ConfigError if learners would not know the changes of each other's weights."""
     if not has_fixed_neighbours(find_topology(pattern, world, seed=0)):
         raise ConfigError(
-            f"strategy.compression: learners would have to know what has changed in each other's weights, but under "
-            f"pattern {pattern} neighbours change from round to round; choose pattern ring or complete, or "
-            "compression bfloat16"
+            "strategy.compression: learners would have to know what has changed in each other's weights, but under "
+            f"pattern {pattern} neighbours change from round to round, or its `period` is not given as 1; choose "
+            "pattern ring or complete, or compression bfloat16 (not under choco)"
         )
