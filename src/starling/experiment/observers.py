@@ -151,7 +151,7 @@ class Recorder(Observer):
         self._skips.end_epoch(report, self._segment)
 
     def continue_in(self, segment: Path) -> None:
-        """Continue the record in another segment."""
+        """Close the files, and continue the record in `segment`, the folder of the next membership."""
         self.close()
         self._segment = segment
         self._skips.forget()

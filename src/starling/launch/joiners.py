@@ -214,7 +214,7 @@ class Joiners:
         return [], ()
 
     def joined(self, learner_id: int) -> None:
-        """Note that a joiner has started training."""
+        """Record that a joiner has started training."""
         self._changes.on_join(learner_id, len(self._roster.members))
         self._note(learner_id, "")
 
