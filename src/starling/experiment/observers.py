@@ -76,9 +76,9 @@ class _Own:
     tally: Tally = field(default_factory=Tally)
     stream: Stream | None = None
     begin: Seconds | None = None
-    """When its first stretch in the segment began."""
+    """Time at which the learner's first stretch in the segment began."""
     written: Stretch = field(default_factory=Stretch)
-    """What had been done at the end of its last stretch."""
+    """The learner's sums at the end of its last stretch."""
     num_written: int = 0
 
 

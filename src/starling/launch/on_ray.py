@@ -297,7 +297,7 @@ class _Process(LearnerProcess):
             ray.kill(self._actor)
 
     def _on_end(self, ended: "Future[int | None]") -> None:
-        """Note how the actor's work ended. A thread of Ray calls this method."""
+        """Record how the actor's work ended. A thread of Ray calls this method."""
         from ray.exceptions import RayTaskError
 
         error = ended.exception()

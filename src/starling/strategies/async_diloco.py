@@ -37,7 +37,7 @@ class AsyncDilocoOptions(Served):
     push."""
 
     def pushes(self, world: int) -> int:
-        """N, with its default."""
+        """Return N, the number of pushes between two changes of the momentum; by default, the number of workers."""
         return self.delay or max(1, len(self.workers(world)))
 
 
