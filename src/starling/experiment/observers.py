@@ -223,7 +223,7 @@ class Skips:
             self._say(f"learner {report.rank} skipped {number} utterances of epoch {report.epoch + 1}: {listed}")
 
     def forget(self) -> None:
-        """Another segment begins: what is earlier has changed."""
+        """Forget the counts of the segment and of the earlier ones, because another segment begins."""
         self._own.clear()
         self._earlier = None
 
