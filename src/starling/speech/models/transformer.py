@@ -84,7 +84,7 @@ class SelfAttention(nn.Module):
     `[B, T, width]`.
 
     Dropout is not applied to the attention weights. With such dropout, torch's attention would keep `[B, heads, T, T]`
-    for the backward pass and take two to four times as long on a CPU; without it, memory grows linearly with T.
+    for the backward pass and take several times as long on a CPU; without it, memory grows linearly with T.
     """
 
     def __init__(self, width: int, heads: int) -> None:
