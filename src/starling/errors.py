@@ -52,7 +52,8 @@ class CheckpointError(StarlingError):
 
 
 class ProtocolError(StarlingError):
-    """Learners differ in configuration or version, could not connect, or sent an invalid message."""
+    """Learners differ in configuration, version or weights, could not connect, or sent an invalid message; or a
+    strategy or loop called a method at a time or with arguments that do not allow it."""
 
     exit_code = 7
 

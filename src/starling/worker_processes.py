@@ -20,7 +20,8 @@ _GRACE = 5.0  # seconds that a process may take to end
 def worker_processes(
     work: Callable[..., Any], count: int, name: str, what: str, key: str
 ) -> Generator[dict[Connection, BaseProcess], None, None]:
-    """`count` processes with a copy of `work` each, by the connections to them; all have ended afterwards.
+    """A context with `count` processes that each have a copy of `work`, by the connections to them. The processes end
+    with the context.
 
     A process calls `work` with the arguments that are sent to it, and sends the result: see `answer_of`. If a process
     cannot be started, mostly because `work` cannot be pickled, a ConfigError says that `what`, with which it works,
@@ -57,7 +58,8 @@ def worker_processes(
 
 
 def answer_of(line: Connection, process: BaseProcess, which: str, advice: str) -> Any:
-    """The answer of a process. An error is raised, also if the process, named by `which`, has ended."""
+    """Return the answer of a process. Raises the error that the process sent, or an error that names the process
+    (`which`) if it has ended."""
     try:
         answer = line.recv()
     except (EOFError, OSError):

@@ -150,7 +150,7 @@ class CheckpointInMemory(Checkpoint):
     """A checkpoint that was not written."""
 
     states: Sequence[LearnerState]
-    """Of each learner, by rank."""
+    """The state of each learner, by rank."""
 
     @classmethod
     def of(cls, states: Sequence[LearnerState]) -> CheckpointInMemory:

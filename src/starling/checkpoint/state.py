@@ -110,7 +110,7 @@ class LearnerState:
     is_worker: bool = True
     """Whether the learner computes gradients. If it does not, its weights are valid only in its shards."""
     loop: dict[str, Any] = field(default_factory=dict)
-    """What a user's own loop keeps beside its learner; empty otherwise."""
+    """The states that a user's own loop keeps beside its learner; empty without such a loop."""
     is_complete: bool = True
     """Whether this state includes all averaging rounds that the states of other learners may include. Do not save a
     state that is not complete."""

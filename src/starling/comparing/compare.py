@@ -56,8 +56,9 @@ def load_comparison(
 ) -> Subject:
     """Return the comparison that a recipe file describes, with `key=value` overrides.
 
-    `strategies` are arms of its `compare:` section, or strategies. `options` of that section that are not None replace
-    the recipe's options. Raises one `ConfigError` that lists all problems.
+    `strategies` names the arms to compare: arms of its `compare:` section; any other name is that of a strategy.
+    `options` of that section that are not None replace the recipe's options. Raises one `ConfigError` that lists all
+    problems.
     """
     tree: Tree = apply_overrides(read_recipe(path), overrides)
     task = task_of(tree)

@@ -267,7 +267,7 @@ class Comparison:
     def page(self) -> list[str]:
         """The lines of table.md."""
         arms = [f"- `{label}`: {arm.summary}" for label, arm in self.section.all_arms.items() if arm.summary]
-        pages = [f"# {self.metric.name}: {self.folder.name}", "", *_LEGEND, "", *arms, "", *self.markdown(), ""]
+        pages = [f"# {self.folder.name}: {self.metric.name}", "", *_LEGEND, "", *arms, "", *self.markdown(), ""]
         pages += self.warnings()
         keys = [key for key in self.rows()[0] if key not in _IN_SHORT and any(row[key] for row in self.rows())]
         lines = [[_short(row[key]) for key in ["arm", "learners", *keys]] for row in self.rows()]
@@ -299,9 +299,9 @@ _IN_SHORT = {
 _LEGEND = [
     "Means over seeds with 95 % intervals by Student's t (none for one seed), each row at its best learning rate; "
     "`!` marks a rate at an end of its grid. † counts runs whose numbers stopped being finite. "
-    "The difference is that from the baseline, paired by seed; p is that of a paired t-test, corrected for all "
-    "comparisons in the table (Benjamini & Hochberg). Differences with p of 0.05 or more are inconclusive; rows with "
-    "everything wrong or right are not compared.",
+    "`difference` is the difference from the baseline, paired by seed; `p` comes from a paired t-test and is corrected "
+    "for all comparisons in the table (Benjamini & Hochberg). Differences with `p` of 0.05 or more are inconclusive; "
+    "rows with everything wrong or right are not compared. docs/comparing.md explains the columns.",
 ]
 
 

@@ -104,7 +104,7 @@ class Following:
         self._write()
 
     def end_training(self) -> None:
-        """Note that training has ended well; its model is scored next."""
+        """Record that training has ended well; its model is scored next."""
         self._stage, self._seconds = "scoring", self.roster.clock() - self.roster.began_at
         self._report_stalls()  # those that ended less than a second ago
         self._write()

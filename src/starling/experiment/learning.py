@@ -206,8 +206,8 @@ class SharedCounts:
         return int(self._place.store.add(self._key(name), number))
 
     def agree(self, name: str, own: str) -> str:
-        """Return the `own` of the first learner of this membership that calls this with `name`: the result is the same
-        for all."""
+        """Return the value `own` of the first learner of this membership that called this method with `name`. All
+        learners get the same result."""
         return self._place.store.compare_set(self._key(name), "", own).decode()
 
     def arrive(self, name: str) -> int:

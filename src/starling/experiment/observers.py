@@ -76,9 +76,9 @@ class _Own:
     tally: Tally = field(default_factory=Tally)
     stream: Stream | None = None
     begin: Seconds | None = None
-    """When its first stretch in the segment began."""
+    """Time at which the learner's first stretch in the segment began."""
     written: Stretch = field(default_factory=Stretch)
-    """What had been done at the end of its last stretch."""
+    """The learner's sums at the end of its last stretch."""
     num_written: int = 0
 
 
@@ -151,7 +151,7 @@ class Recorder(Observer):
         self._skips.end_epoch(report, self._segment)
 
     def continue_in(self, segment: Path) -> None:
-        """Continue the record in another segment."""
+        """Close the files, and continue the record in `segment`, the folder of the next membership."""
         self.close()
         self._segment = segment
         self._skips.forget()
@@ -223,7 +223,7 @@ class Skips:
             self._say(f"learner {report.rank} skipped {number} utterances of epoch {report.epoch + 1}: {listed}")
 
     def forget(self) -> None:
-        """Another segment begins: what is earlier has changed."""
+        """Forget the counts of the segment and of the earlier ones, because another segment begins."""
         self._own.clear()
         self._earlier = None
 

@@ -207,7 +207,7 @@ def plan_model(
     output: Path | None,
     **given: Any,
 ) -> None:
-    """Print the plan of a published model for as many hours of speech, without a corpus. `given` are further arguments
+    """Print the plan of a published model for `hours` hours of speech, without a corpus. `given` are further arguments
     of `plan`. Raises `ConfigError` if the model is unknown."""
     if model != "ibm":
         raise ConfigError(f"--model: {model!r} is unknown; the only published model is ibm, SWB2000's acoustic model")

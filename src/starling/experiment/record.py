@@ -68,10 +68,12 @@ _TABLES = {
 
 
 def begin_record(folder: Path, position: Position, earlier: ExperimentFolder | None = None) -> None:
-    """Create the folder of the first segment of a run, and remove segments that start later than its `position`, or
-    there by a resume. A membership that started there belongs to the run whose state is resumed.
+    """Create the folder of the first segment of a run that starts at `position`. Segments that start later are removed,
+    and so are segments of an earlier resume from this position. A membership that started at this position is kept,
+    because it belongs to the run whose state is resumed.
 
-    If the run resumes, `earlier` is the experiment that had its checkpoint. The record of another one is copied.
+    If the run resumes, `earlier` is the experiment with its checkpoint. If that is a different experiment, its record
+    is copied.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if earlier is not None and earlier.seen.resolve() != folder.resolve():

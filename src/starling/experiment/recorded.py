@@ -1,4 +1,4 @@
-"""What an experiment's record has for those who keep to it: a replay, or the learners of a run with `follow`."""
+"""Reads the record of an experiment for a replay, or for the learners of a run with `follow`."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from starling.training.succession import MembershipStart
 
 @dataclass(frozen=True)
 class Run:
-    """What the record has from one start, or resume, to the next."""
+    """The record of a run from one start or resume to the next."""
 
     segments: Sequence[Path]
-    """Where its record is, by membership."""
+    """Folder of the record of each membership."""
     memberships: Sequence[Sequence[Script]]
-    """What the record has of the learners, by membership and rank."""
+    """Records of the learners, by membership and rank."""
 
     @property
     def plan(self) -> MembershipStart:
-        """How it began."""
+        """The plan with which the run began."""
         return MembershipStart.decode(self.memberships[0][0].plan)
 
     @property
     def scripts(self) -> list[Script]:
-        """What the record has of each learner in each membership."""
+        """The records of all learners in all memberships."""
         return [script for each in self.memberships for script in each]
 
 
@@ -72,12 +72,12 @@ def check_follow(run: RunConfig) -> None:
 
 
 def script_to_follow(run: RunConfig, learner: int) -> Script | None:
-    """What the record in `follow` has of a learner; None if the run follows none."""
+    """The record of a learner that the run follows; None if the run follows none."""
     return None if run.follow is None else _scripts_for(run)[learner]
 
 
 def _scripts_for(run: RunConfig) -> Sequence[Script]:
-    """What the record in `follow` has of the run that began where this one begins."""
+    """The records, in `follow`, of the learners of the run that began where this one begins."""
     path, done = cast(Path, run.follow), 0
     if run.resume is not None:
         done = read_manifest(run.resume).position.num_done
@@ -93,7 +93,8 @@ def _scripts_for(run: RunConfig) -> Sequence[Script]:
 
 
 def job_as_recorded(job: Job, script: Script, device: torch.device) -> Job:
-    """The job with what the recorded learners measured. Raises ReplayError if this process computes other bits."""
+    """The job with the batch shares that the recorded learners measured. Raises ReplayError if this process computes
+    other bits."""
     script.check_arithmetic(device)
     if job.batch_shares != "auto":
         return job
@@ -101,7 +102,7 @@ def job_as_recorded(job: Job, script: Script, device: torch.device) -> Job:
 
 
 def read_runs(folder: ExperimentFolder) -> list[Run]:
-    """What the record has, by run. Raises ConfigError if there is none, ReplayError if it is damaged or has gaps."""
+    """The recorded runs. Raises ConfigError if there are none, ReplayError if the record is damaged or has gaps."""
     found = segments(folder.seen)
     if not found:
         raise ConfigError(f"{folder.path}: nothing was recorded here; train with this version of Starling first")
@@ -127,7 +128,7 @@ def read_runs(folder: ExperimentFolder) -> list[Run]:
 
 
 def _scripts_in(segment: Path) -> tuple[list[Script], int]:
-    """What a segment has of the learners of its membership, by rank, and how many of them have not begun it."""
+    """The records of the learners of a segment's membership, by rank, and the number of learners without a record."""
     scripts: dict[int, Script] = {}
     for learner, place, event in events_in(segment):
         script = scripts.setdefault(learner, Script(learner))

@@ -27,7 +27,7 @@ def storm_recipe(
     is_real: bool,
     settings: Mapping[str, float],
 ) -> None:
-    """Train the recipe in a file through a storm of so many minutes, with real learners or in a simulation. One
+    """Train the recipe in a file through a storm of `minutes` minutes, with real learners or in a simulation. One
     learner, which the seed chooses, is `slow` times slower than the others. `settings` are those of `storm`."""
     _, recipe = load_recipe(path, overrides)
     faults = storm(recipe.learners, 60.0 * minutes, seed=seed, **settings)

@@ -77,8 +77,8 @@ class StarlingSGD:
         return self._host.learner
 
     def step(self) -> None:
-        """Update accelerate's main process; call this after `optimizer.step()`, as with `LocalSGD`. That was the
-        learner's step; this only makes the first survivor accelerate's main process if learner 0 has been lost."""
+        """Make the first survivor accelerate's main process if learner 0 has been lost. Call this method after
+        `optimizer.step()`, which makes the learner's step, as with `LocalSGD`."""
         if self._host.has_lost:
             self._set(process_index=self.learner.rank)
 

@@ -269,8 +269,9 @@ class _Sized:
 def _following(
     factor: Callable[[int], float], last: int, sampler: SharedSampler | None, per_epoch: float
 ) -> Callable[[int], float]:
-    """A function from a step to a learning rate's factor, at the step that the samples given out correspond to, at most
-    `last`. It is a function, because schedules save other callables."""
+    """A function that returns the factor of the learning rate. With a `sampler`, it replaces the given step by the step
+    that corresponds to the samples given out. No step is later than `last`. It is a function, because schedules save
+    other callables."""
 
     def at(step: int) -> float:
         return factor(min(step if sampler is None else int(sampler.progress * per_epoch), last))

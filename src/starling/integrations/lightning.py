@@ -183,7 +183,8 @@ class StarlingStrategy(DDPStrategy):  # type: ignore[misc]
         return result
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """The mean or sum over learners if they are in step, otherwise this learner's own value."""
+        """The mean or sum over learners if they are in step, otherwise this learner's own value, with a
+        RuntimeWarning."""
         if not self._host.is_apart:
             return super().reduce(tensor, group, reduce_op)
         warnings.warn(

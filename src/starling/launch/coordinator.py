@@ -125,7 +125,7 @@ class Coordinator:
                     record.process.line.hang_up()
 
     def _note_losses(self) -> None:
-        """Note which learners were lost: their connection has closed, or they were silent for too long."""
+        """Record which learners were lost, because their connection has closed or they were silent for too long."""
         for record in self._roster.learners.values():
             learner_id, process = record.learner_id, record.process
             self._roster.kill_if_silent(record, self._patience[learner_id])

@@ -100,7 +100,7 @@ def taking_requests(folder: Path) -> Generator[Requests | None, None, None]:
 
 @dataclass(frozen=True)
 class Changes:
-    """How the set of learners may change during a run, and what is called when it does."""
+    """Rules for changes of the set of learners during a run, and the functions that are called at a change."""
 
     on_loss: Literal["stop", "continue", "replace"] = "stop"
     """Reaction to a killed learner: the run ends, the others continue, or it is restarted as well."""
@@ -214,12 +214,12 @@ class Joiners:
         return [], ()
 
     def joined(self, learner_id: int) -> None:
-        """Note that a joiner has started training."""
+        """Record that a joiner has started training."""
         self._changes.on_join(learner_id, len(self._roster.members))
         self._note(learner_id, "")
 
     def settle(self, exited: Collection[int]) -> list[int]:
-        """Note the joiners that have `exited`; return the ids of members among them."""
+        """Record the joiners that have `exited`; return the ids of members among them."""
         gone = [each for each in self._roster.learners.values() if each.is_joining and each.learner_id in exited]
         failed = [record.learner_id for record in gone if record.rank is not None]
         for record in gone:
@@ -284,7 +284,7 @@ class Joiners:
         return [*free, *range(known[-1] + 1, known[-1] + 1 + number)][:number]
 
     def _note(self, learner_id: int, failure: str) -> None:
-        """Note in its request that a learner trains or, with a reason, has failed."""
+        """Record in a learner's request that the learner trains or, with a reason, that it has failed."""
         for request in list(self._requests):
             if request.outcomes.get(learner_id, "") is None:
                 request.outcomes[learner_id] = failure

@@ -169,7 +169,7 @@ class Stretch:
 
     @property
     def loss(self) -> float:
-        """The mean loss per frame; NaN without frames."""
+        """The mean of the mini-batches' losses, weighted by their frames; NaN without frames."""
         return self.losses / self.frames if self.frames else math.nan
 
     @property

@@ -76,15 +76,18 @@ class Errand:
 
 
 class Keeper:
-    """The actor. `keep` runs as long as the learner does; other threads call the other methods during this time."""
+    """The Ray actor that starts a learner on a node and watches it.
+
+    `keep` runs as long as the learner does; other threads call the other methods during this time.
+    """
 
     def __init__(self) -> None:
         self._process: Future[LocalProcess] = Future()
         self._scratch: Path | None = None
 
     def keep(self, errand: Errand) -> int | None:
-        """Run a learner to its end, and return its exit code, or None if this method ended the learner because the
-        launcher could no longer be reached. Raises `ConfigError` if the learner cannot be started on this node."""
+        """Run a learner to its end, and return its exit code, or None if it ended, or was ended, because the launcher
+        could no longer be reached. Raises `ConfigError` if the learner cannot be started on this node."""
         node, address, num_cpus = _this_node()
         try:
             token = errand.token_file.read_text(encoding="utf-8").strip()
@@ -294,7 +297,7 @@ class _Process(LearnerProcess):
             ray.kill(self._actor)
 
     def _on_end(self, ended: "Future[int | None]") -> None:
-        """Note how the actor's work ended. A thread of Ray calls this method."""
+        """Record how the actor's work ended. A thread of Ray calls this method."""
         from ray.exceptions import RayTaskError
 
         error = ended.exception()

@@ -90,7 +90,7 @@ class Attempt:
     """Time at which the process ended, or was lost; None while it lives."""
 
     def does(self, doing: str, now: float) -> None:
-        """Note the activity of the process from now on."""
+        """Record the activity of the process from now on."""
         self.doing, self.doing_since = doing, now
         self.has_computed = self.has_computed or self.generation >= 0
 
@@ -129,7 +129,7 @@ class LearnerRecord:
         return None if self.newest is None else self.newest.new.loss
 
     def report(self, progress: Progress) -> None:
-        """Note the learner's progress."""
+        """Record the learner's progress."""
         self.done.add(progress.new)
         if progress.new.frames:
             self.newest = progress

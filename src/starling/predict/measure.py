@@ -218,7 +218,7 @@ def now(me: Learner) -> Seconds:
 
 
 def _note_memory(me: Learner, figures: Figures) -> None:
-    """Note the learner's device, and the peak memory of the device or of this process."""
+    """Record the learner's device, and the peak memory of the device or of this process."""
     device = me.weights.device
     if device.type == "cuda":
         figures.device = torch.cuda.get_device_name(device)

@@ -203,8 +203,8 @@ def _apply(tree: Tree, argument: str) -> None:
 
 
 def summaries() -> dict[str, str]:
-    """Return a summary of each recipe in the package, by name. The summary is the first comment of the recipe's
-    file."""
+    """Return a summary of each recipe in the package, by name. The summary is the first line of the recipe's
+    file, a comment."""
     return {name: file.read_text(encoding="utf-8").splitlines()[0].lstrip("# ") for name, file in _shipped().items()}
 
 

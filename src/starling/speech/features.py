@@ -84,7 +84,7 @@ class FeatureConfig(Config):
 class Warp:
     """A perturbation of an utterance that is applied, at no extra cost, while its features are computed. The utterance
     sounds `tempo` times as fast at the same pitch, and energy at frequency f appears at `frequency` * f, as if the
-    vocal tract were shorter."""
+    vocal tract were shorter (`frequency` above 1) or longer (below 1)."""
 
     tempo: float = 1.0
     frequency: float = 1.0

@@ -47,8 +47,8 @@ def loud_frames(levels: Levels, least_range: float = 0.0) -> NDArray[np.bool_]:
 
 
 def active(power: Levels) -> NDArray[np.bool_]:
-    """Whether each frame is active, `[n]`, given the powers `[n]` of frames. An active frame is at most 15.9 dB below
-    the mean power of active frames.
+    """Whether each frame is active, `[n]`, given the powers `[n]` of frames. The active frames are the largest set of
+    loudest frames in which no frame is more than 15.9 dB below the mean power of the set.
 
     The method is that of ITU-T P.56 (2011), "Objective measurement of active speech level", applied to the powers of
     frames in place of an envelope. Silence is never active, however long it is, unless there is nothing else.

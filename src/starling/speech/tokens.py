@@ -44,7 +44,7 @@ class TokenConfig(Config):
 
 
 class CharacterTokenizer:
-    """Converts text to token ids and back, with one token per character, in the order of the alphabet."""
+    """Converts text to token ids and back. Each character is a token, and ids follow the order of the alphabet."""
 
     def __init__(self, alphabet: str) -> None:
         self.alphabet = alphabet

@@ -10,7 +10,7 @@ from starling.strategies.parts.staleness import StaleSteps
 
 
 class AsynchronousOptions(StaleOptions):
-    """The options of `adpsgd`: `pattern`, by default `random`, `period`, `max_lag`, `compression`, `staleness`,
+    """The options of `adpsgd`: `pattern` (by default `random`), `period`, `max_lag`, `compression`, `staleness`,
     `scale_by_staleness`, `optimizer_state` and `piece_megabytes`."""
 
     MOVED: ClassVar[Mapping[str, str]] = {

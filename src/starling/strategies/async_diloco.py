@@ -37,7 +37,7 @@ class AsyncDilocoOptions(Served):
     push."""
 
     def pushes(self, world: int) -> int:
-        """N, with its default."""
+        """Return N, the number of pushes between two changes of the momentum; by default, the number of workers."""
         return self.delay or max(1, len(self.workers(world)))
 
 
@@ -66,9 +66,9 @@ async def async_diloco(me: Learner, options: AsyncDilocoOptions) -> None:
 
         each step:             x_l <- x_l - a g_l(x_l)
         after every H-th step: push D = theta_l - x_l,  theta_l <- theta,  x_l <- theta
-        server, at push t:     B <- B + D
-                               theta <- theta - eta (c beta m + D / N)
-        at each N-th push:     m <- beta m + B / N,  B <- 0
+        server, at each push:  B <- B + D
+          if it is no N-th:    theta <- theta - eta (c beta m + D / N)
+          if it is an N-th:    m <- beta m + B / N,  B <- 0
                                theta <- theta - eta ((1 - c N + c) beta m + D / N)
 
     with a the step size of the local optimizer, whose own state stays with each learner; m and B the server's momentum

@@ -44,8 +44,8 @@ async def choco(me: Learner, options: ChocoOptions) -> None:
     with W `[P, L]` the weights, one column for each learner; Y `[P, L]` their public copies, which neighbours know
     because they have received each Q; C the encoding; T the mixing matrix, given by `options.pattern`; gamma
     `options.consensus_rate`; a the step size of the local optimizers; g `[P, L]` the gradients, each computed at its
-    own column. With `order: adapt-first`, W is first replaced by W - a g(W), as in the paper; with `at-once`, the
-    exchange takes place while gradients are computed.
+    own column. With `order: adapt-first`, as in the paper, W <- W - a g(W) comes first, and the last line is
+    W <- W + gamma (Y T - Y); with `at-once`, the exchange takes place while gradients are computed.
 
     The part that C leaves out stays in W - Y, and is sent later: without gradients, all learners reach the exact mean.
     In the first step of a membership, Q is W, as float32; in the paper, Y begins at 0.

@@ -29,7 +29,7 @@ class DecoupledOptions(Config):
     """K, the number of pushes that a merge needs; null: half of the learners, rounded up."""
 
     def needed(self, world: int) -> int:
-        """K, with its default, but at most the number of learners."""
+        """Return K, the number of pushes that a merge needs: by default half of the learners, at most all of them."""
         return min(self.quorum or -(-world // 2), world)
 
 

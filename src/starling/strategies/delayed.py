@@ -76,10 +76,10 @@ async def delayed(me: Learner, options: DelayOptions) -> None:
 
 
 class Late:
-    """The gradients that wait for their step, at most d and the newest; the same on all learners.
+    """The newest gradients, at most d, which wait for their step. They are the same on all learners.
 
-    In a new membership the mini-batches that have been claimed since the last one began and have made no step are
-    computed again. The same number of gradients, the newest ones, is dropped, so that each mini-batch is applied once.
+    In a new membership, mini-batches that were claimed in the last membership and have made no step are computed again.
+    As many gradients, the newest ones, are dropped, so that each mini-batch is applied once.
     """
 
     def __init__(self, me: Learner, delay: int) -> None:

@@ -84,7 +84,8 @@ class IslandStrategy(Strategy):
 
 
 def between_islands(strategy: Strategy, island: Island) -> Strategy:
-    """The strategy that runs `strategy` between such islands; `strategy` itself if each island is one learner."""
+    """Return the strategy that runs `strategy` between islands like `island`, or `strategy` itself if each island is
+    one learner."""
     between = strategy.between if isinstance(strategy, IslandStrategy) else strategy
     if island.size == 1:
         return between

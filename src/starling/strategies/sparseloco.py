@@ -48,7 +48,7 @@ async def sparseloco(me: Learner, options: SparseLoCoOptions) -> None:
         Every learner waits for the slowest one at each agreement.
 
     Use when:
-        Links are very slow, and there are few learners: the message of an agreement has about 70 times fewer bytes than
+        Links are very slow, and there are few learners: the message of an agreement has about 87 times fewer bytes than
         under `diloco`. A learner receives the messages of all others, so its traffic grows with their number.
 
     Args:

@@ -438,7 +438,7 @@ class CourseLearner(ReplicaLearner):
         return computed.loss
 
     def computed(self, computed: Computed) -> None:
-        """Note the by-products of a gradient of this learner."""
+        """Record the by-products of a gradient of this learner."""
         self.unused, self._losses = computed.unused, computed.losses
         self.replica.sometimes_unused |= computed.unused
 

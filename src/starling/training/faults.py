@@ -60,7 +60,8 @@ class Kill(_Placed):
 
 
 class Pause(_Placed):
-    """Pauses a learner, as SIGSTOP does; with `at_step`, before it computes that mini-batch (default: its first)."""
+    """Pauses a learner, as SIGSTOP does. With `at_step`, the pause comes before the learner computes that mini-batch;
+    if neither a time nor a place is given, before its first."""
 
     pause: Name
     """The learner to pause."""

@@ -117,7 +117,7 @@ class Model(ABC):
         """Compute with `weights` `[P]`. Nothing is copied."""
 
     def use_gradients(self, gradients: Tensor) -> None:
-        """Make `param.grad` views into `gradients` `[P]`. Nothing is copied."""
+        """Make each parameter's `grad` a view into `gradients` `[P]`. Nothing is copied."""
         self.gradients = gradients
         self.gradients_of = split(gradients, self.parameters)
         for parameter, view in zip(self.parameters, self.gradients_of, strict=True):

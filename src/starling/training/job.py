@@ -25,7 +25,7 @@ from starling.workload import Examples, Ticket, Weighting, Workload
 
 @dataclass(frozen=True)
 class Job:
-    """The definition of a training run. It is the same on every learner and on both engines."""
+    """The definition of a training run. It is the same on every learner and engine."""
 
     workload: Workload[Any]
     """The workload to train: a model, its loss and its data."""

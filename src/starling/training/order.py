@@ -69,17 +69,17 @@ class Order:
         return self.num_used[0]
 
     def share(self) -> None:
-        """Note that the background begins, so that two activities use the weights from now on."""
+        """Record that the background begins, so that two activities use the weights from now on."""
 
     def wait(self) -> None:
         """Wait until it is the calling activity's turn to use the weights."""
 
     def note(self) -> None:
-        """Note that the calling activity uses the weights now. The caller must hold the lock of the weights, and must
+        """Record that the calling activity uses the weights now. The caller must hold the lock of the weights, and must
         have called `wait`."""
 
     def started(self, is_behind: bool) -> None:
-        """Note that an activity starts to send, receive or average, or has awaited a handle."""
+        """Record that an activity starts to send, receive or average, or has awaited a handle."""
         self.num_started[is_behind][0] += 1
 
     def key(self) -> int | None:
@@ -88,20 +88,20 @@ class Order:
         return None
 
     def chose(self, key: int) -> None:
-        """Note that the calling activity takes the handle with this key, which finished first."""
+        """Record that the calling activity takes the handle with this key, which finished first."""
 
     def takes_place(self) -> bool | None:
         """Return whether the next averaging round takes place, or None if the learners decide."""
         return None
 
     def entered(self, takes_place: bool) -> None:
-        """Note that the background enters the next averaging round, or that there is no further round."""
+        """Record that the background enters the next averaging round, or that there is no further round."""
 
     def ended(self) -> None:
-        """Note that the foreground receives no further mini-batch."""
+        """Record that the foreground receives no more mini-batches."""
 
     def left(self) -> None:
-        """Note that the membership ends for this learner."""
+        """Record that the membership ends for this learner."""
 
     def flush(self) -> None:
         """Write the noted turns to the record. This method is called before any data leaves the process. If the learner

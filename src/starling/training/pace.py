@@ -22,7 +22,7 @@ class Board(Protocol):
         does not know whether it will open."""
 
     def finish(self, first_unopened: int, /) -> None:
-        """Note that a learner opens no more rounds. The last learner to do so ends the rounds, so that the first
+        """Record that a learner opens no more rounds. The last learner to do so ends the rounds, so that the first
         unopened round from `first_unopened` on will never open."""
 
 
@@ -66,7 +66,7 @@ class Rounds:
                 self._is_due = True
 
     def begin(self, period: float) -> tuple[int, bool | None]:
-        """Note that the background has completed its round. Returns the number of the next round, for which the
+        """Record that the background has completed its round. Returns the number of the next round, for which the
         background then waits, and whether that round will open, or None if this is not known."""
         if self.cuts is not None:
             self.cuts.completed(self._next)
@@ -80,7 +80,7 @@ class Rounds:
             return number, self._board.open(number, True)
 
     def recorded(self) -> int:
-        """Note that the background has completed its round, as `begin` does, and return the number of the next round.
+        """Record that the background has completed its round, as `begin` does, and return the number of the next round.
         The record contains the rounds that take place, so no round is opened."""
         if self.cuts is not None:
             self.cuts.completed(self._next)
@@ -88,7 +88,7 @@ class Rounds:
         return number
 
     def enter(self, number: int, is_open: bool) -> int | None:
-        """Note that the background enters a round that has opened. Returns the number of the round, or None if the
+        """Record that the background enters a round that has opened. Returns the number of the round, or None if the
         round will never open."""
         with self._lock:
             self._waiting = None

@@ -451,7 +451,7 @@ class ReplicaLearner(Learner, LocalOptimizer, Background, Shards):
             raise ProtocolError(f"learner {self.rank} cannot exchange with learner {peer} among {self.world} learners")
 
     def check_group(self, group: Sequence[int] | None, sync_group: range) -> None:
-        """Check that a mean is over the learner's own sync group."""
+        """Raise `ProtocolError` unless a mean is over the learner's own sync group."""
         chosen = range(self.world) if group is None else group
         if chosen != sync_group and list(chosen) != list(sync_group):
             raise ProtocolError(
@@ -459,7 +459,7 @@ class ReplicaLearner(Learner, LocalOptimizer, Background, Shards):
             )
 
     def check_mean(self, vector: Tensor) -> None:
-        """Check that an averaged vector has the dtype of the weights and is not longer than they are."""
+        """Raise `ProtocolError` if an averaged vector has not the dtype of the weights, or is longer than they are."""
         weights = self.replica.weights
         if vector.dim() != 1 or vector.dtype != weights.dtype or len(vector) > len(weights):
             raise ProtocolError(

@@ -259,7 +259,7 @@ class CutAgreement(ABC):
 
     @abstractmethod
     def passed(self, barrier: int, num_entered: int) -> None:
-        """Note that this learner has passed a barrier after entering `num_entered` rounds. The last learner to pass
+        """Record that this learner has passed a barrier after entering `num_entered` rounds. The last learner to pass
         places the cut."""
 
     @abstractmethod
@@ -272,7 +272,7 @@ class CutAgreement(ABC):
         return self.cut(barrier) == number
 
     def saved(self, barrier: int) -> None:  # noqa: B027 - the processes' store forgets a cut, memory need not
-        """Note that this learner has the complete state of a barrier, and no longer needs the cut of the barrier."""
+        """Record that this learner has the complete state of a barrier, and no longer needs the cut of the barrier."""
 
 
 class RecordedCuts(CutAgreement):
@@ -327,7 +327,7 @@ class Cuts:
         the run), and the number of times that the calling activity had used the weights when it asked for the cut."""
 
     def entered(self, number: int) -> None:
-        """Note that the background enters a round."""
+        """Record that the background enters a round."""
         with self._lock:
             self._num_entered = number + 1
             pending = [each for each in self._pending if not each.is_complete]
@@ -337,7 +337,7 @@ class Cuts:
                 self._complete(each)
 
     def completed(self, number: int) -> None:
-        """Note that the background has completed all rounds below `number`."""
+        """Record that the background has completed all rounds below `number`."""
         self._num_completed = number
 
     def add(

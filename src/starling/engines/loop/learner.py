@@ -329,7 +329,7 @@ class LoopLearner(ConnectedLearner):
             self.replica.adopt(run.final.mean)
 
     def begin_computing(self) -> None:
-        """Note that the loop computes from now on."""
+        """Record that the loop computes from now on."""
         self._resumed_at = time.monotonic()
 
     # implementation

@@ -360,7 +360,8 @@ class LoopReplica(Replica):
             write_tensors(folder / "model.safetensors", tensors)
 
     def resume(self, state: LearnerState) -> None:
-        """Continue from a state that `saved` has returned. Raises `CheckpointError` if it is one of another model."""
+        """Continue from a state that `saved` has returned. Raises `CheckpointError` if it belongs to another
+        model."""
         found, own = {name: each.shape for name, each in state.buffers.items()}, self._beside_weights()
         if state.weights.shape != self.weights.shape or found != {name: each.shape for name, each in own.items()}:
             raise CheckpointError(
@@ -449,7 +450,7 @@ class AdoptedParameters:
             self._signs = self._now()
 
     def change(self) -> Tensor | None:
-        """The loop's changes since `leave`, `[P]`; None if there are none, or they do not matter."""
+        """Return the loop's changes since `leave`, `[P]`, or None if there are none or changes are not noticed."""
         if self._left is None or self._now() == self._signs or torch.equal(self.flat, self._left):
             return None
         return self.flat - self._left

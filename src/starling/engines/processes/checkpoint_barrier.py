@@ -50,7 +50,7 @@ class SaveRequests:
         self.stopped_by = self.stopped_by or number
 
     def ready(self) -> None:
-        """Note that the learners are connected."""
+        """Record that the learners are connected."""
         if not self.is_ready:
             self.is_ready = True
             self._before = time.monotonic()
@@ -65,7 +65,7 @@ class SaveRequests:
         return 0 if is_first and is_due else None
 
     def agreed(self) -> None:
-        """Note that learners have agreed on a barrier."""
+        """Record that learners have agreed on a barrier."""
         self._before = time.monotonic()
 
 

@@ -43,7 +43,8 @@ apart."""
 
 
 class ProcessLearner(ConnectedLearner, CourseLearner):
-    """The learner that runs in this process in one membership. It continues with the state in its `life`."""
+    """The learner that runs in this process in one membership. It continues from the state in its `Life`, which it has
+    from the previous membership or from a checkpoint."""
 
     batches: "ProcessBatches"
     cut_agreement: CutAgreement

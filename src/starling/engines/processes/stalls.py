@@ -107,7 +107,7 @@ class Waits:
         return Wait(self, what, whom, is_group)
 
     def began(self, what: str) -> float:
-        """Note that a wait begins now, and return the time on the clock of these waits."""
+        """Record that a wait begins now, and return the time on the clock of these waits."""
         now, kind = self._clock(), _kind(what)
         if kind in self._begun:
             self._cycles[kind].append(now - self._begun[kind])

@@ -145,7 +145,7 @@ class VirtualLearner(Member):
         return self._started(self._network.send(self.rank, peer, tensor, tag))
 
     def _started(self, handle: T) -> T:
-        """Note that the activity has started some work. In a replay, the activity waits in this method if it got no
+        """Record that the activity has started some work. In a replay, the activity waits in this method if it got no
         further in the record: a process may fail after it has sent a message and before it can note this."""
         self.order.started(self.is_behind)
         return handle
@@ -262,7 +262,7 @@ class VirtualLearner(Member):
                 self.statistics.spent, self._wait = self.statistics.spent_now(), None
 
     def _awaited(self, kind: str) -> None:
-        """Note that an activity has awaited a handle."""
+        """Record that an activity has awaited a handle."""
         self.order.started(kind == BACKGROUND)
 
     def _resume(self, activity: Activity, coroutine: Coroutine[Any, Any, None]) -> Any:

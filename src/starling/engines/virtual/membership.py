@@ -74,8 +74,8 @@ class MembershipBatches:
         return self.num_drawn - 1
 
     def load(self, ticket: Ticket) -> Loaded:
-        """Return a ticket with its mini-batch. Mini-batches of undivided data are loaded in order, and kept until they
-        are taken."""
+        """Return a ticket with its mini-batch. If the data is not divided into parts, mini-batches are loaded in order,
+        and kept until they are taken."""
         if self._workload.num_parts > 1:
             return ticket, self._workload.load(ticket)
         while ticket.step not in self._loaded:

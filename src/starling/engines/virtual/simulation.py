@@ -168,7 +168,7 @@ class Simulation:
             self._after(silence, lambda: self._kill(life, f"{how} for {silence:g} s"))
 
     def _notice(self, life: VirtualLife, reason: str) -> None:
-        """Note that a learner has died or joined. The other learners leave this membership, unless the membership
+        """Record that a learner has died or joined. The other learners leave this membership, unless the membership
         already reflects the change."""
         if not self.living():
             raise PeerLost(f"all learners were lost; the last: {self.losses[-1].reason}")

@@ -196,7 +196,8 @@ class _Questions:
             self._is_in[row, list(units)] = 1.0
 
     def best(self, leaf: int, members: NDArray[np.int64], min_frames: int) -> _Split | None:
-        """The question with the largest gain; None if no question gains anything."""
+        """The split of a leaf by the question with the largest gain; None if no question gains anything and leaves at
+        least `min_frames` frames on each side."""
         counts, sums = self._statistics.counts[members], self._statistics.sums[members]
         if len(members) < 2 or counts.sum() < 2 * min_frames:
             return None

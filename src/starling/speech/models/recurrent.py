@@ -30,8 +30,8 @@ class BidirectionalLayer(nn.Module):
     """One LSTM in each direction, which map `[B, T, I]` to `[B, T, 2 * hidden]`.
 
     The layer consists of two plain LSTMs. The second one processes utterances that are reversed within their lengths,
-    so that padding never affects a frame of an utterance. This is as fast as a padded `nn.LSTM`; packed sequences are 2
-    to 5 times slower on a CPU. With `normed`, LayerNorm follows (Ba et al. 2016, arXiv 1607.06450).
+    so that padding never affects a frame of an utterance. This is as fast as a padded `nn.LSTM`; packed sequences are
+    several times slower on a CPU. With `normed`, LayerNorm follows (Ba et al. 2016, arXiv 1607.06450).
     """
 
     def __init__(self, inputs: int, hidden: int, normed: bool = False) -> None:

@@ -36,7 +36,7 @@ def transducer_loss(
     Args:
         join: The function that computes logits.
         encoded: Frames `[B, T, W]`.
-        predicted: The predictor's outputs after each token, `[B, U + 1, W]`.
+        predicted: The predictor's outputs before the first token and after each token, `[B, U + 1, W]`.
         tokens: Tokens `[B, U]`, with any valid token in the padding.
         lengths: The number of frames of each utterance, `[B]`.
         token_lengths: The number of tokens of each utterance, `[B]`.

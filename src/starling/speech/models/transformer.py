@@ -84,7 +84,7 @@ class SelfAttention(nn.Module):
     `[B, T, width]`.
 
     Dropout is not applied to the attention weights. With such dropout, torch's attention would keep `[B, heads, T, T]`
-    for the backward pass and take two to four times as long on a CPU; without it, memory grows linearly with T.
+    for the backward pass and take several times as long on a CPU; without it, memory grows linearly with T.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -211,8 +211,8 @@ class AttentionNetwork(StreamingNetwork):
         return self.norm(frames), lengths
 
     def caches(self, batch_size: int, chunks: Chunks) -> Caches:
-        """Keys and values `[B, layers, L, 2, heads, D]` of the L frames before a chunk, and a mask `[B, L]` of the
-        frames that exist."""
+        """The caches before the first chunk: zeros as the keys and values `[B, layers, L, 2, heads, D]` of L frames,
+        for heads of D units, and a mask `[B, L]` of the frames that exist, which are none."""
         before = chunks.left * chunks.frames
         past = self.output.weight.new_zeros(batch_size, len(self.blocks), before, 2, self.heads, self.head_size)
         return past, torch.zeros(batch_size, before, dtype=torch.bool, device=past.device)

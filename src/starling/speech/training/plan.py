@@ -284,7 +284,7 @@ class SequencePlanner:
         return self._split(self._pieces(order[first:end], offsets))
 
     def draw(self, part: int, step: int, parts: NDArray[np.int32]) -> MiniBatch:
-        """Draw a mini-batch of sub-sequences from the utterances of a part. `parts` `[U]` are the parts of all
+        """Draw the mini-batch of sub-sequences of a part for ticket number `step`. `parts` `[U]` are the parts of all
         utterances."""
         generator = np.random.default_rng(derive_seed(self._seed, "draw", part, step))
         numbers = np.flatnonzero(np.repeat(parts == part, np.diff(self._ends, prepend=0)))

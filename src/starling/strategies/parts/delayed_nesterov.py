@@ -55,8 +55,8 @@ class Loans:
         return number
 
     def pay_back(self, number: int) -> int | None:
-        """Expect that the push for a copy is taken next; its age, 0 if that is unknown. None if the push was taken
-        before."""
+        """Expect the push for a copy next, and return the age of the copy, or 0 if it is unknown. Return None if the
+        push was taken before."""
         group = self._optimizer.param_groups[0]
         if number <= group["num_loans"] and number not in group["out"]:
             return None

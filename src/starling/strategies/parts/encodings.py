@@ -32,7 +32,7 @@ class Encoding(Protocol):
 
 
 class Bfloat16(Encoding):
-    """Encodes each number with 8 bits of its mantissa: 2 n bytes."""
+    """Rounds each number to 8 significant bits: 2 n bytes."""
 
     def num_bytes(self, size: int) -> int:
         return 2 * size

@@ -141,11 +141,11 @@ class Residual:
 
     @property
     def following(self) -> Tensor:
-        """The memory to which the residual `[n]` that follows from the mean under way is written."""
+        """The memory for the next residual `[n]`, which results from the mean under way."""
         return self._both[(int(self._num_used) + 1) % 2]
 
     def use(self) -> None:
-        """Note that the mean under way is used."""
+        """Record that the mean under way is used."""
         self._num_used.add_(1)
 
 

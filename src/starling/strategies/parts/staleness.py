@@ -48,7 +48,8 @@ class Correction(ABC):
         self._given: dict[int, list[tuple[float, Tensor]]] = {}
 
     def gave(self, worker: int, age: float, weights: Tensor) -> None:
-        """Note that a worker is sent these weights `[n]`, which must not change."""
+        """Record that a worker is sent these weights `[n]`, which must not change afterwards. `age` is the number of
+        steps that they include."""
         self._given.setdefault(worker, []).append((age, weights))
 
     def correct(self, worker: int, age: float, gradient: Tensor, now: Tensor) -> Tensor:
@@ -62,10 +63,10 @@ class Correction(ABC):
         """Return the corrected gradient g', given g and w - Phi, both `[n]`."""
 
     def before_step(self, now: Tensor) -> None:  # noqa: B027 - most rules ignore it
-        """Note that a step follows at the weights `now`, which are the result of the previous step."""
+        """Record that a step follows at the weights `now`, which are the result of the previous step."""
 
     def stepped(self, before: Tensor, after: Tensor) -> None:  # noqa: B027 - most rules ignore it
-        """Note that a step has changed the weights from `before` to `after`."""
+        """Record that a step has changed the weights from `before` to `after`."""
 
 
 class Compensation(Correction):
