@@ -35,6 +35,7 @@ TOPICS = [
             "gpu",
             "islands",
             "models",
+            "one-to-many",
             "other-toolkits",
             "replay",
             "serving",
