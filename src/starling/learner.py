@@ -135,6 +135,14 @@ class Shards(ABC):
         """
 
     @abstractmethod
+    def mini_batch(self, worker: int, step_metadata: Tensor) -> int | None:
+        """Return the number, within the whole run, of the mini-batch of a worker that has this step metadata.
+
+        After a loss, a mini-batch that is not known to be done is computed again, and has the same number again. None
+        if the engine computes no mini-batch again.
+        """
+
+    @abstractmethod
     def first(self, handles: Mapping[int, Handle[Any]]) -> Handle[int]:
         """Wait until one of `handles` is finished, and return its key. The wait does not time out while all peers are
         alive.

@@ -51,6 +51,31 @@ def test_few_mini_batches_are_lost_with_a_server_and_fewer_count_twice(case: str
     assert max(seen) > 0  # else the loss of a server would cost nothing, which no worker could know
 
 
+@pytest.mark.parametrize(
+    ("options", "victim"),
+    [
+        ({}, 1),
+        ({"update": "summed", "sum": 2}, 2),
+        ({"update": "summed", "sum": 2, "shards": 2}, 2),
+        ({"update": "synchronous"}, 1),
+        ({"shards": 2}, 2),
+        ({"servers": "own"}, 0),
+        ({"overlap": True}, 2),
+    ],
+    ids=str,
+)
+def test_each_mini_batch_is_in_the_model_once_if_a_worker_is_lost(options: dict[str, Any], victim: int) -> None:
+    """Also if its gradient had arrived, and the worker did not know this: the servers take a mini-batch only once."""
+    num_events = VirtualEngine(job("parameter-server", options), 3, CLUSTER).run().num_events
+    num_losses = 0
+    for event in range(2, num_events, 5):
+        faults = (Kill(kill=victim, at_event=event),)
+        outcome = VirtualEngine(job("parameter-server", options, faults=faults), 3, CLUSTER).run()
+        num_losses += len(outcome.losses)
+        torch.testing.assert_close(outcome.states[0].weights[:STEPS], torch.full((STEPS,), -1.0))
+    assert num_losses > 20
+
+
 def test_without_a_worker_to_spare_the_run_says_so() -> None:
     """Two servers cannot be one learner."""
     with pytest.raises(PeerLost, match=r"learner 0 was killed .* 2 servers, but only 1 learners"):

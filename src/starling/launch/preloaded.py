@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import sys
@@ -16,7 +17,6 @@ import tempfile
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from importlib import import_module
-from multiprocessing.connection import wait
 from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 from subprocess import DEVNULL, Popen, TimeoutExpired
@@ -47,7 +47,7 @@ class Forked:
 
     def poll(self) -> int | None:
         """Return the exit code; None while the process runs, negative if a signal killed it."""
-        if self.returncode is None and wait([self._handle], 0.0):
+        if self.returncode is None and self._has_ended(0.0):
             self.returncode = int(self._report.recv(_NUMBERS) or -signal.SIGKILL)
             self._report.close()
             os.close(self._handle)
@@ -55,9 +55,14 @@ class Forked:
 
     def wait(self, timeout: Seconds | None = None) -> int | None:
         """Wait for the process to end, and return its exit code. Raises TimeoutExpired."""
-        if self.returncode is None and not wait([self._handle], timeout):
+        if self.returncode is None and not self._has_ended(timeout):
             raise TimeoutExpired(f"process {self.pid}", timeout or 0.0)
         return self.poll()
+
+    def _has_ended(self, within: Seconds | None) -> bool:
+        polling = select.poll()
+        polling.register(self._handle, select.POLLIN)
+        return bool(polling.poll(None if within is None else 1000.0 * within))
 
     def send_signal(self, number: int) -> None:
         """Send the process a signal, if it runs."""

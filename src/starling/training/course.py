@@ -228,6 +228,9 @@ class CourseLearner(ReplicaLearner):
             for ticket, _ in self._open.popleft():
                 self.batches.done(ticket)
 
+    def mini_batch(self, worker: int, step_metadata: Tensor) -> int | None:
+        return self.tickets.ticket(int(step_metadata[1]), worker % len(self.tickets.places)).step
+
     def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
         return self.own_shards.keep(piece, make_optimizer)
 

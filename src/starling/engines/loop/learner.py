@@ -160,6 +160,9 @@ class LoopLearner(ConnectedLearner):
             return self.replica.loop
         return super().snapshot(piece)
 
+    def mini_batch(self, worker: int, step_metadata: Tensor) -> int | None:
+        return None  # a user's loop hands out its own data
+
     def keep(self, piece: slice, make_optimizer: MakeOptimizer | None = None) -> Shard:
         return self.own_shards.keep(piece, make_optimizer)
 

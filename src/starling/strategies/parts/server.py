@@ -73,6 +73,32 @@ class Push:
     gradient: Tensor
 
 
+class Taken:
+    """The newest mini-batches whose gradients are in a shard, or wait for a step, in this membership and earlier ones.
+
+    If a worker is lost after its gradient has arrived, but before it knows this, its mini-batch is computed again.
+    """
+
+    _ROOM = 1024  # more than the mini-batches that all workers have under way
+
+    def __init__(self, me: Learner, piece: slice) -> None:
+        import torch
+
+        self._shards = me.shards
+        initial = torch.full((self._ROOM,), -1, dtype=torch.int64)
+        self._numbers = me.strategy_state(f"taken {piece.start}", initial, is_common=False)
+
+    def has(self, worker: int, report: Report) -> bool:
+        """Return whether the gradient that this report announces was taken before."""
+        number = self._shards.mini_batch(worker, report.step_metadata)
+        return number is not None and int(self._numbers[number % self._ROOM]) == number
+
+    def add(self, worker: int, report: Report) -> None:
+        """Record that the gradient is taken."""
+        if (number := self._shards.mini_batch(worker, report.step_metadata)) is not None:
+            self._numbers[number % self._ROOM] = number
+
+
 class Waiting:
     """The gradients that wait for a step. Gradients of a sum, of which there are at most `room`, are kept in state that
     checkpoints and the next membership include.
@@ -98,6 +124,11 @@ class Waiting:
         self.pushes = [Push(EARLIER, Report(0.0, -float(told[0]), told[1:]), gradient) for told, gradient in rows]
         """Pushes in the order in which they arrived, those of earlier memberships first; their workers' ranks may have
         changed."""
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether gradients that wait survive a membership change."""
+        return bool(len(self._gradients))
 
     def add(self, push: Push, num_steps: int) -> None:
         """Add a gradient that has arrived after `num_steps` steps. A gradient for which there is no room makes a step
@@ -135,6 +166,7 @@ class Server:
         self._most = 0.0  # the largest number of mini-batches reported
         self._announced: dict[int, Report] = {}  # by worker; the gradient is on its way
         self._waiting = Waiting(me, piece, rule.most_waiting)
+        self._taken = Taken(me, piece) if loans is None else None
         self._finished: dict[int, float] = dict.fromkeys(workers, 0.0)  # `num_finished` of each worker's last report
         self._asking: dict[int, int] = {}  # by worker that has requested the weights, in order: the age it has
         self._computing: set[int] = set()  # workers that have got weights, and have not finished a mini-batch since
@@ -169,8 +201,10 @@ class Server:
         if worker in self._announced:
             report = self._announced.pop(worker)
             age = report.age if self._loans is None else self._loans.pay_back(int(report.age))
-            if age is not None:
+            if age is not None and not (self._taken and self._taken.has(worker, report)):
                 self._waiting.add(Push(worker, replace(report, age=age), message), self._shard.num_steps)
+                if self._taken and self._waiting.is_kept:
+                    self._taken.add(worker, report)
             await self._record(worker, report)
             return REPORT
         report = Report(float(message[0]), float(message[1]), message[2:])
@@ -208,6 +242,9 @@ class Server:
         newest = max((push.report for push in pushes), key=lambda report: report.age)
         gradient = self._rule.combined(await self._corrected(pushes))
         await self._shard.step(gradient, newest.step_metadata, read_at, self._rule.rate_scale(staleness))
+        if self._taken and not self._waiting.is_kept:
+            for push in pushes:
+                self._taken.add(push.worker, push.report)
         self._waiting.clear()
 
     async def _corrected(self, pushes: Sequence[Push]) -> list[Tensor]:
