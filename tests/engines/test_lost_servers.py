@@ -35,7 +35,7 @@ def test_few_mini_batches_are_lost_with_a_server_and_fewer_count_twice(case: str
     message = EVERY if name == "async-diloco" else 1
     num_events = VirtualEngine(job(name, options), world, CLUSTER).run().num_events
     num_losses = 0
-    for event in range(2, num_events, 5):
+    for event in range(2, num_events, 11):
         outcome = VirtualEngine(job(name, options, faults=(Kill(kill=victim, at_event=event),)), world, CLUSTER).run()
         num_losses += len(outcome.losses)
         (weights, *others) = (state.weights for state in outcome.states)
@@ -68,7 +68,7 @@ def test_each_mini_batch_is_in_the_model_once_if_a_worker_is_lost(options: dict[
     """Also if its gradient had arrived, and the worker did not know this: the servers take a mini-batch only once."""
     num_events = VirtualEngine(job("parameter-server", options), 3, CLUSTER).run().num_events
     num_losses = 0
-    for event in range(2, num_events, 5):
+    for event in range(2, num_events, 11):
         faults = (Kill(kill=victim, at_event=event),)
         outcome = VirtualEngine(job("parameter-server", options, faults=faults), 3, CLUSTER).run()
         num_losses += len(outcome.losses)
