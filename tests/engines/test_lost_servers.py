@@ -1,11 +1,13 @@
 """When a server is lost, a worker takes its place: few mini-batches are lost with it, and fewer count twice."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from starling.budget import Budget
 from starling.engines.virtual.cluster import Cluster, ComputeModel
 from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import PeerLost
@@ -74,6 +76,16 @@ def test_each_mini_batch_is_in_the_model_once_if_a_worker_is_lost(options: dict[
         num_losses += len(outcome.losses)
         torch.testing.assert_close(outcome.states[0].weights[:STEPS], torch.full((STEPS,), -1.0))
     assert num_losses > 20
+
+
+def test_each_mini_batch_is_in_one_mean_if_a_worker_is_lost() -> None:
+    """Under `hybrid`, the mean of three gradients, of two, or of one where the server has the other one already."""
+    budget, shares = Budget(steps=STEPS - 6), set()
+    plain = replace(job("parameter-server", {"update": "hybrid"}), budget=budget)
+    for event in range(2, VirtualEngine(plain, 3, CLUSTER).run().num_events, 11):
+        outcome = VirtualEngine(replace(plain, faults=(Kill(kill=2, at_event=event),)), 3, CLUSTER).run()
+        shares |= {round(-float(share), 3) for share in outcome.states[0].weights[: STEPS - 6]}
+    assert shares == {0.333, 0.5, 1.0}
 
 
 def test_without_a_worker_to_spare_the_run_says_so() -> None:
