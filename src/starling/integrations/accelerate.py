@@ -70,10 +70,10 @@ class StarlingSGD:
         """The joined learner, for `consensus()` and `stats()`.
 
         Raises:
-            ProtocolError: The context has not been entered.
+            ProtocolError: The context has not been entered, or `enabled` is False.
         """
         if self._host.learner is None:
-            raise ProtocolError("StarlingSGD: there is a learner only once the context has been entered")
+            raise ProtocolError("StarlingSGD: there is a learner only in the context, and with enabled=True")
         return self._host.learner
 
     def step(self) -> None:

@@ -38,8 +38,8 @@ _PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PMI_SIZE", "O
 class StarlingArguments(TrainingArguments):  # type: ignore[misc]
     """`TrainingArguments` for `StarlingTrainer`, with the same fields.
 
-    To accelerate each process is alone: it wraps no model and uses no collectives, which would make learners wait for
-    each other. Learner 0 logs and saves.
+    The library `accelerate` sees each process as if it ran alone, so it wraps no model and uses no collectives, which
+    would make learners wait for each other. Learner 0 logs and saves.
     """
 
     def __post_init__(self) -> None:

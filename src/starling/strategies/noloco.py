@@ -69,7 +69,7 @@ async def noloco(me: Learner, options: NoLoCoOptions) -> None:
         0.04
     """
     steps = LocalSteps(me, options.every)
-    # a learner has a theta of its own, and its pair's mean takes the place of one of all
+    # each learner has its own theta, and the mean over its pair replaces the mean over all
     outer = Outer(me, Means(me), options.rate, options.momentum, is_common=False, keeps_theta=_pulls(options))
     topology = pairs(me.world, me.seed)
     while await steps.alone():

@@ -143,7 +143,7 @@ class Replica:
         return self._make_optimizer(list(parameters.values()))
 
     def learning_rate(self, factor: float) -> float:
-        """Return the learning rate of the first parameter group, given its factor."""
+        """Return the learning rate of the first parameter group, which is `factor` times its peak."""
         return float(self._peaks[0]) * factor
 
     @property

@@ -60,7 +60,7 @@ def check_files(learner: int) -> None:
 
 
 def wait_for(work: dist.Work | None, timeout: timedelta | None = None) -> None:
-    """Wait for `work` of a process group; None is finished work. Raises `ConnectionFailed`."""
+    """Wait for `work` of a process group. If it is None, the work has finished. Raises `ConnectionFailed`."""
     if work is not None:
         with communicating():
             work.wait() if timeout is None else work.wait(timeout)

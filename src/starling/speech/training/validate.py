@@ -239,9 +239,9 @@ def verdict_on_test(recipe: Recipe, folder: ExperimentFolder, rates: Mapping[str
 def verdict_on(
     recipe: Recipe, folder: ExperimentFolder, manifest: Manifest, recogniser: Recogniser, name: str, rate: float
 ) -> str:
-    """The reason why the recogniser of a checkpoint does not work, judged by its error rate on the set `name`, and the
-    remedy. Empty if the recogniser works, if less than a tenth of the budget has been spent, or if less than half of
-    the budget has been spent and the recogniser is still learning."""
+    """Return why the recogniser of a checkpoint does not work, and the remedy, judged by its error rate on the set
+    `name`. The text is empty if the recogniser works, if less than a tenth of the budget has been spent, or if less
+    than half of it has been spent, no cause was found, and the recogniser is still learning."""
     steps, epochs = manifest.position.num_done, manifest.epochs_ended or manifest.next_ticket.epoch
     spent = recipe.budget.fraction(Spent(steps, epochs, manifest.minutes))
     if rate <= USELESS or spent < _TOO_EARLY:
