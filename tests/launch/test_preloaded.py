@@ -117,3 +117,14 @@ def test_the_process_that_forks_ends_with_its_launcher(tmp_path: Path) -> None:
         fork.wait(60)
         line.close()
     assert not parent.is_running()
+
+
+def test_without_process_descriptors_learners_are_new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an old kernel, or in a sandbox that forbids the call, nothing is forked, so no learner is started twice."""
+
+    def forbidden(pid: int) -> int:
+        raise PermissionError(pid)
+
+    monkeypatch.setattr(os, "pidfd_open", forbidden)
+    with preloading() as found:
+        assert found is None

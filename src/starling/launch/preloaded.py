@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from importlib import import_module
@@ -36,22 +37,23 @@ class Forked:
     Args:
         pid: The process's number.
         handle: A descriptor of the process, as from `os.pidfd_open`.
-        report: The socket on which the forking process sends the exit code. If the forking process is gone, nobody
-            knows the exit code, and the process counts as killed.
+        report: The socket on which the process that forked this one sends its exit code. If no code comes, because the
+            sender is gone, this process counts as killed.
     """
 
     def __init__(self, pid: int, handle: int, report: socket.socket) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        self._handle, self._report = handle, report
+        self._handle, self._report, self._lock = handle, report, threading.Lock()
 
     def poll(self) -> int | None:
         """Return the exit code; None while the process runs, negative if a signal killed it."""
-        if self.returncode is None and self._has_ended(0.0):
-            self.returncode = int(self._report.recv(_NUMBERS) or -signal.SIGKILL)
-            self._report.close()
-            os.close(self._handle)
-        return self.returncode
+        with self._lock:  # a second stop signal is handled in a thread of its own
+            if self.returncode is None and self._has_ended(0.0):
+                self.returncode = int(self._report.recv(_NUMBERS) or -signal.SIGKILL)
+                self._report.close()
+                os.close(self._handle)
+            return self.returncode
 
     def wait(self, timeout: Seconds | None = None) -> int | None:
         """Wait for the process to end, and return its exit code. Raises TimeoutExpired."""
@@ -94,26 +96,20 @@ class Preloaded:
         self._process.wait()
 
     def fork(
-        self,
-        module: Sequence[str],
-        environment: Mapping[str, str],
-        output: IO[bytes],
-        line: socket.socket,
-        folder: Path,
+        self, module: Sequence[str], env: Mapping[str, str], output: IO[bytes], line: socket.socket, folder: Path
     ) -> Forked | None:
         """Start a module with arguments as `python -m` would; None if the process that forks is gone.
 
         Args:
             module: The module and its arguments.
-            environment: All environment variables, to which the descriptor of `line` is added.
+            env: All environment variables, to which the descriptor of `line` is added.
             output: The file that gets the standard output and error.
             line: The process's end of the connection to its launcher.
             folder: The current folder.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with tempfile.TemporaryFile("w+") as errand, theirs:
-            json.dump((list(module), dict(environment), str(folder)), errand)
-            errand.flush()
+            json.dump((list(module), dict(env), str(folder)), errand)
             errand.seek(0)
             with suppress(OSError):
                 files = [theirs.fileno(), errand.fileno(), output.fileno(), line.fileno()]
@@ -129,7 +125,9 @@ class Preloaded:
 def preloading(modules: Sequence[str] = ()) -> Generator[Preloaded | None, None, None]:
     """Within this context, a process imports torch and these modules, and then forks others. None where the system
     cannot do so."""
-    if not hasattr(os, "pidfd_open"):
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):  # no Linux, or one older than 5.3, or a sandbox that forbids the call
         yield None
         return
     with closing(Preloaded(modules)) as preloaded:
