@@ -468,8 +468,8 @@ class ReplicaLearner(Learner, LocalOptimizer, Background, Shards):
             self.count_sent(of if isinstance(of, Tensor) else of.vector)
 
     def count_sent(self, tensor: Tensor) -> None:
-        """Count a message that shares this learner's work: weights, a change of them, or either encoded, which counts as
-        all weights. What a server sends is not its own work, and reports are in float64."""
+        """Count a message that shares this learner's work: weights, a change of them, or either encoded, which counts
+        as all weights. What a server sends is not its own work, and reports are in float64."""
         weights, is_encoded = self.replica.weights, tensor.dtype == torch.uint8
         is_work = is_encoded or (tensor.is_floating_point() and tensor.itemsize <= weights.itemsize)
         if is_work and not (self.is_served and self.is_behind):
