@@ -184,6 +184,12 @@ def choices() -> dict[str, Choice]:
             every=6, fragments=3, overlap=2 * (world > 1), rate=1.0, momentum=0.0, quorum=world
         ),
     )
+    made["decoupled-diloco-int8"] = Choice(
+        STRATEGIES["decoupled-diloco"],
+        lambda world: DecoupledOptions(
+            every=6, fragments=3, overlap=2 * (world > 1), rate=1.0, momentum=0.0, quorum=world, compression="int8"
+        ),
+    )
     made["hogwild"] = Choice(STRATEGIES["hogwild"], lambda world: HogwildOptions(piece_megabytes=1e-4), True)
     for name, options in PERIODIC.items():
         made[name] = Choice(STRATEGIES[METHODS.get(name, name)], partial(_periodic, name, options))

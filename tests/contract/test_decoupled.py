@@ -1,6 +1,7 @@
 """Fragments that are merged once a quorum has pushed them: lists of events in NumPy, special cases, losses, speeds."""
 
 import heapq
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,25 @@ from tests.contract.test_servers import model, run
 BY_ONE = 2.0**-6
 
 
-def events(every: int, rate: float, beta: float, num_fragments: int, tau: int, quorum: int) -> Vector:
+def exactly(change: Vector) -> Vector:
+    return change
+
+
+def in_4_bits(change: Vector) -> Vector:
+    """As docs/compression.md has it; a fragment has fewer than 256 numbers, and so one scale."""
+    scale = float(np.abs(change).max()) / 7.0
+    return np.round(change / scale) * scale if scale else change
+
+
+def events(
+    every: int,
+    rate: float,
+    beta: float,
+    num_fragments: int,
+    tau: int,
+    quorum: int,
+    sent_of: Callable[[Vector], Vector] = exactly,
+) -> Vector:
     """theta at the end, from the page's equations; messages take no time. Each learner is in one of two states: it
     computes a gradient, or it waits for a fragment."""
     gradient, theta = gradient_of_regression(), flat(TinyRegression().make_model()).double().numpy()
@@ -42,9 +61,12 @@ def events(every: int, rate: float, beta: float, num_fragments: int, tau: int, q
     under_way: list[tuple[int, int, Vector] | None] = [None] * len(learners)  # fragment, step of departure, x then
     waiting, left, claimed, computing = list[int](), set[int](), 0, list[tuple[float, int, int]]()
 
-    def push(one: int, p: int) -> None:
-        pushes[p].append((steps[one] - pushed_at[one][p], taken[one][pieces[p]] - x[one][pieces[p]]))
+    def push(one: int, p: int) -> Vector:
+        """Push a fragment, and return s, which is x without the error of the encoding."""
+        change = sent_of(taken[one][pieces[p]] - x[one][pieces[p]])
+        pushes[p].append((steps[one] - pushed_at[one][p], change))
         pushed_at[one][p] = steps[one]
+        return taken[one][pieces[p]] - change
 
     def merge(p: int) -> None:
         if pushes[p]:
@@ -76,8 +98,7 @@ def events(every: int, rate: float, beta: float, num_fragments: int, tau: int, q
         if steps[one] % period == 0 and steps[one] > departed_at[one]:
             departed_at[one] = steps[one]
             p = min(range(num_fragments), key=known[one].__getitem__)
-            push(one, p)
-            under_way[one] = p, steps[one], x[one][pieces[p]].copy()
+            under_way[one] = p, steps[one], push(one, p)
             if tau == 0:
                 return False  # the learners that wait already are answered first
         if claimed < STEPS:
@@ -132,6 +153,14 @@ def test_learners_of_unlike_speed_follow_the_equations(options: dict[str, Any]) 
         options["quorum"],
     )  # fmt: skip
     np.testing.assert_allclose(decoupled(**options), expected, rtol=0.0, atol=2e-5)
+
+
+def test_an_encoded_push_leaves_its_error_to_the_next_one() -> None:
+    """Without feedback of the errors, theta would be elsewhere."""
+    expected = events(4, 0.7, 0.9, 2, 1, 3, in_4_bits)
+    found = decoupled(every=4, rate=0.7, momentum=0.9, fragments=2, overlap=1, quorum=3, compression="int4")
+    np.testing.assert_allclose(found, expected, rtol=0.0, atol=2e-5)
+    assert np.abs(expected - events(4, 0.7, 0.9, 2, 1, 3)).max() > 1e-3
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

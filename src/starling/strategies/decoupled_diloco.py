@@ -10,6 +10,7 @@ from starling.configuration import Config
 from starling.errors import ConfigError
 from starling.learner import Learner, LoopEnded
 from starling.strategies.base import Strategy, never, one_learner, registered
+from starling.strategies.parts.means import Encoded
 
 
 class DecoupledOptions(Config):
@@ -27,6 +28,8 @@ class DecoupledOptions(Config):
     """tau, the number of steps that a learner makes before it needs the merged fragment; at most H / P."""
     quorum: int | None = Field(default=None, ge=1)
     """K, the number of pushes that a merge needs; null: half of the learners, rounded up."""
+    compression: Encoded = "none"
+    """C, the encoding of what learners push; theta is sent in float32."""
 
     def needed(self, world: int) -> int:
         """Return K, the number of pushes that a merge needs: by default half of the learners, at most all of them."""
@@ -69,7 +72,8 @@ async def decoupled_diloco(me: Learner, options: DecoupledOptions) -> None:
     n_l the number of its steps since it last pushed p::
 
         each step:            x_l <- x_l - a g_l(x_l)
-        every H/P-th step:    push D_l = theta_(l,p) - x_(l,p), for the p that was merged least often;  s <- x_(l,p)
+        every H/P-th step:    push D_l = C(theta_(l,p) - x_(l,p)), for the p that was merged least often
+                              s <- theta_(l,p) - D_l
         tau steps later:      ask for theta_p;  x_(l,p) <- theta_p + x_(l,p) - s;  theta_(l,p) <- theta_p
 
         syncer, once K have pushed p, and one of them asks for it:
@@ -78,11 +82,12 @@ async def decoupled_diloco(me: Learner, options: DecoupledOptions) -> None:
                               theta_p <- theta_p - eta (D + beta v_p)
 
     with a the step size of the local optimizer, whose state stays with the learner; eta, beta, K and tau the options
-    `rate`, `momentum`, `quorum` and `overlap`; v initially 0. A learner that asks for a fragment waits only if no merge
-    has happened since it received that fragment last. A push that comes too late for a merge is part of the next merge.
-    So the time between the K-th push and the first request is the grace window: it needs no clock, and it ends when
-    waiting would cost a learner time. At the end, all learners push their remaining steps, which are merged together,
-    and adopt theta.
+    `rate`, `momentum`, `quorum` and `overlap`; v initially 0; C the encoding, by default none. The error of an encoding
+    stays in x_l, so the next push of the fragment contains it. A learner that asks for a fragment waits only if no
+    merge has happened since it received that fragment last. A push that comes too late for a merge is part of the next
+    merge. So the time between the K-th push and the first request is the grace window: it needs no clock, and it ends
+    when waiting would cost a learner time. At the end, all learners push their remaining steps, which are merged
+    together, and adopt theta.
 
     The syncer is learner 0, which also computes gradients. A checkpoint contains theta and v. If the syncer is lost,
     the next learner becomes the syncer: all learners continue with the mean of their weights, so the other learners
@@ -109,9 +114,11 @@ async def decoupled_diloco(me: Learner, options: DecoupledOptions) -> None:
         >>> starling.simulate(job, learners=4).loss()
         0.32
     """
+    from starling.strategies.parts.means import find_encoding
     from starling.strategies.parts.syncer import Fragments
 
-    fragments = Fragments(me, me.optimizer.pieces(-(-len(me.weights) // options.fragments)))
+    pieces = me.optimizer.pieces(-(-len(me.weights) // options.fragments))
+    fragments = Fragments(me, pieces, find_encoding(options.compression))
     if me.world == 1 and not fragments.have_been_received:
         while me.claim():
             me.step(await me.gradient(me.weights))

@@ -25,6 +25,8 @@ from starling.strategies.parts.delayed_nesterov import DelayedNesterov, Loans
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from starling.strategies.parts.encodings import Encoding
+
 REPORT, DIFFERENCE, ANSWER, THETA = range(4)
 """Tags of the four kinds of messages."""
 LEAVES = -1
@@ -109,6 +111,16 @@ class Merged(DelayedNesterov):
         state["sum"].add_(difference, alpha=self.num_steps)
 
 
+def encoded(difference: Tensor, encoding: Encoding | None) -> Tensor:
+    """Return what is sent of a difference `[n]`: itself, or its encoding, which has no values in a simulation of time
+    alone."""
+    if encoding is None:
+        return difference
+    if difference.is_meta:
+        return difference.new_empty(encoding.num_bytes(len(difference)), dtype=torch.uint8)
+    return encoding.encode(difference)
+
+
 def _merge(optimizer: Any) -> None:
     if isinstance(optimizer, Merged):  # in a simulation of time alone it is another one
         optimizer.merge()
@@ -123,8 +135,16 @@ class Syncer:
 
     DROPPED = ("_merges", "_num_waiting", "_pushing", "_asking", "_to_receive")
 
-    def __init__(self, me: Learner, fragments: Sequence[slice], quorum: int, rate: float, momentum: float) -> None:
-        self._me, self._fragments, self._quorum = me, fragments, quorum
+    def __init__(
+        self,
+        me: Learner,
+        fragments: Sequence[slice],
+        encoding: Encoding | None,
+        quorum: int,
+        rate: float,
+        momentum: float,
+    ) -> None:
+        self._me, self._fragments, self._encoding, self._quorum = me, fragments, encoding, quorum
         self._loans = [Loans(rate, momentum, 1, 0.0, Merged) for _ in fragments]
         kept = zip(fragments, self._loans, strict=True)
         self._shards = [me.shards.keep(fragment, loans.optimizer) for fragment, loans in kept]
@@ -161,7 +181,8 @@ class Syncer:
 
     def _like(self, report: Report) -> Tensor:
         fragment = self._fragments[report.fragment]
-        return torch.empty(fragment.stop - fragment.start, dtype=self._me.weights.dtype)
+        like = torch.empty(fragment.stop - fragment.start, dtype=self._me.weights.dtype)
+        return encoded(like, self._encoding)
 
     async def _read(self, learner: int, report: Report) -> None:
         """Handle a report. After the last learner has left, the remaining pushes are merged."""
@@ -182,6 +203,9 @@ class Syncer:
         loans, shard = self._loans[report.fragment], self._shards[report.fragment]
         if (age := loans.pay_back(report.loan)) is not None:
             loans.current.num_steps = report.num_steps
+            if self._encoding is not None and not difference.is_meta:
+                piece = shard.piece
+                difference = self._encoding.decode(difference, piece.stop - piece.start)
             await shard.step(difference, report.step_metadata, [age])
             self._num_waiting[report.fragment] += 1
 
@@ -221,8 +245,8 @@ class Fragments:
 
     DROPPED = ("_merges", "_under_way")
 
-    def __init__(self, me: Learner, fragments: Sequence[slice]) -> None:
-        self._me, self.fragments, n = me, fragments, len(fragments)
+    def __init__(self, me: Learner, fragments: Sequence[slice], encoding: Encoding | None = None) -> None:
+        self._me, self.fragments, self._encoding, n = me, fragments, encoding, len(fragments)
         counts = me.strategy_state("counts", torch.zeros(2 + 3 * n, dtype=torch.int64), is_common=False)
         self._num_steps, self._departed_at = counts[:1], counts[1:2]
         self._loans, self._pushed_at, self._flown = counts[2 : 2 + n], counts[2 + n : 2 + 2 * n], counts[2 + 2 * n :]
@@ -255,7 +279,7 @@ class Fragments:
             await each
         if me.rank == 0:
             self._is_syncer.fill_(1)
-            me.background.start(Syncer(me, self.fragments, quorum, rate, momentum).serve())
+            me.background.start(Syncer(me, self.fragments, self._encoding, quorum, rate, momentum).serve())
         for number, num_steps in enumerate(self._flown.tolist()):
             if num_steps:
                 await self._push(number)
@@ -295,6 +319,7 @@ class Fragments:
         await self._report(Report(LEAVES))
         for number in range(len(self.fragments)):
             await self._receive(number, UNKNOWN)
+        self._me.replace(self._theta)  # without the errors of encodings, which no push follows
 
     async def _arrive(self) -> None:
         """Wait for the fragment that is under way, if any."""
@@ -305,7 +330,11 @@ class Fragments:
     async def _depart(self, number: int) -> None:
         """Push the steps since the fragment's last push."""
         fragment = self.fragments[number]
-        self._sent[fragment] = self._me.weights[fragment]
+        sent = self._me.weights[fragment]
+        if self._encoding is not None and not sent.is_meta:
+            difference = self._encoding.encode((self._theta[fragment] - sent).cpu())
+            sent = self._theta[fragment] - self._encoding.decode(difference, len(sent)).to(sent.device)
+        self._sent[fragment] = sent
         self._flown[number] = self._num_steps[0] - self._pushed_at[number]
         self._pushed_at[number] = self._num_steps[0]
         await self._push(number)
@@ -314,7 +343,7 @@ class Fragments:
         fragment = self.fragments[number]
         difference = (self._theta[fragment] - self._sent[fragment]).cpu()
         sending = self._report(Report(number, int(self._loans[number]), int(self._flown[number])))
-        following = self._me.send(0, difference, DIFFERENCE)
+        following = self._me.send(0, encoded(difference, self._encoding), DIFFERENCE)
         await sending
         await following
 
