@@ -2,18 +2,17 @@
 several learners do not compete for the cores. A perceptron learns another one's classification of points."""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import Field
 from torch import Tensor, nn
 
-from benchmarks.auto_task import Imitation
+from benchmarks.auto_task import TEACHER, Imitation
 from benchmarks.perceptron import perceptron
 from benchmarks.workloads import Batch
 from starling import Task, TaskRecipe, job_of
 
-WIDTHS = (64, 768, 896, 10)
-"""Of the model, which has 750,000 weights."""
 NUM_BATCHES = 256
 """Number of mini-batches in an epoch."""
 
@@ -21,8 +20,12 @@ NUM_BATCHES = 256
 class Sleeping(Imitation):
     """Cross-entropy of the teacher's choice among ten classes; each gradient takes `seconds` longer than it needs."""
 
+    def __init__(self, seconds: float, hidden: Sequence[int]) -> None:
+        super().__init__(seconds)
+        self._widths = (TEACHER[0], *hidden, TEACHER[-1])
+
     def make_model(self) -> nn.Module:
-        return self.keep(perceptron(WIDTHS))
+        return self.keep(perceptron(self._widths))
 
     def num_batches(self, epoch: int) -> int:
         return NUM_BATCHES
@@ -38,6 +41,8 @@ class StormRecipe(TaskRecipe):
 
     seconds: float = Field(default=0.6, ge=0.0)
     """Seconds that each gradient sleeps; simulations need 0."""
+    hidden: tuple[int, ...] = (768, 896)
+    """Widths of the hidden layers; by default, the model has 750,000 weights."""
 
 
 class Storm(Task[StormRecipe]):
@@ -46,10 +51,10 @@ class Storm(Task[StormRecipe]):
     settings = StormRecipe
 
     def make_job(self, recipe: StormRecipe, folder: Any, learners_here: int | None = None) -> Any:
-        return job_of(recipe, Sleeping(recipe.seconds))
+        return job_of(recipe, Sleeping(recipe.seconds, recipe.hidden))
 
     def score(self, recipe: StormRecipe, folder: Any, tell: Any, console: Any, may_be_best: bool = False) -> None:
-        loss = Sleeping(0.0).validation_loss(self.trained_model(recipe, folder))
+        loss = Sleeping(0.0, recipe.hidden).validation_loss(self.trained_model(recipe, folder))
         tell(f"loss on new points: {loss:.4f}")
 
 
