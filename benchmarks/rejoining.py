@@ -22,9 +22,9 @@ STRATEGIES = (
     "{name: diloco, every: 20}",
     "{name: decoupled-diloco, every: 16, fragments: 2, overlap: 6}",
 )
-WIDTHS = (850, 3_100, 10_000)
-"""Of both hidden layers, for about 1, 10 and 100 million weights."""
-KILL, JOIN, VICTIM = 8.0, 10.0, 2
+WIDTHS = (850, 3_100, 5_500)
+"""Of both hidden layers, for about 1, 10 and 30 million weights."""
+KILL, JOIN, VICTIM = 15.0, 17.0, 2
 Seconds = float
 
 
@@ -47,7 +47,7 @@ def cells(strategy: str, width: int, folder: Path) -> list[str]:
     process, and the longest pause of the others after its loss and after its return."""
     faults = f"[{{kill: {VICTIM}, at_seconds: {KILL}}}, {{join: {VICTIM}, at_seconds: {JOIN}}}]"
     settings = [f"strategy={strategy}", f"hidden=[{width}, {width}]", f"faults={faults}", f"exp={folder}"]
-    more = ["learners=3", "budget={minutes: 0.6}", "seconds=0.2", "checkpoints.every=null"]
+    more = ["learners=3", "budget={minutes: 0.75}", "seconds=0.2", "checkpoints.every=null"]
     command = [sys.executable, "-m", "starling", "train", str(RECIPE), *settings, *more]
     subprocess.run(command, check=True, capture_output=True)
     events = [json.loads(line) for line in (folder / "storm/log/events.jsonl").read_text().splitlines()]
