@@ -27,7 +27,8 @@ from starling.engines.processes.forks import owned
 from starling.launch.link import VARIABLE
 
 Seconds = float
-_MODULES = ("torch._dynamo", "starling.experiment.train")  # the first optimizer of a process imports Dynamo
+_MODULES = ("torch._dynamo", "torch.utils.tensorboard", "starling.experiment.train")
+"""What a learner imports; the first optimizer of a process imports Dynamo."""
 _NUMBERS = 64  # bytes that hold a process number or an exit code
 
 

@@ -316,9 +316,12 @@ class ProcessBatches:
         if self._member == 0:
             store.set(key(claim), repr(self._learner.now()))
             store.delete_key(key(claim - KEPT_TIMES))
+        begin = self._peers.waits.running()
         with self._learner.naming_the_lost(what):
             self._peers.await_keys([key(claim)], what, [first])
-            return float(store.get(key(claim)))
+            seconds = float(store.get(key(claim)))
+        self._learner.statistics.spent.waiting_for_peers += self._peers.waits.running() - begin
+        return seconds
 
     def reach(self, portion: int) -> None:
         """Wait until it is known whether there is a checkpoint barrier before `portion`."""
