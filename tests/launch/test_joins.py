@@ -50,6 +50,7 @@ class Run:
         faults: tuple[Kill | Pause | Join, ...] = (),
         replaces: bool = False,
         expect: int = 1,
+        silence: float = 60.0,
     ) -> None:
         """To its end, in a hurry once `expect` learners have joined and done their share; no process is left behind."""
         self.expected = expect
@@ -62,7 +63,7 @@ class Run:
             changes = Changes(
                 succession=lambda members, lost, joining: strategy.successors(options, members, lost, joining),
                 on_loss="replace" if replaces else "continue",
-                silence_seconds=60.0,
+                silence_seconds=silence,
                 faults=faults,
                 requests=requests,
                 say=self.said.append,
@@ -243,6 +244,14 @@ def test_learners_are_paused_and_killed_at_their_times_and_come_back(tmp_path: P
         "faults: learner 7 cannot be killed or paused, because it does not run",
         "faults: learner 0 does not join, because it is already running or starting",
     ]
+    run.assert_whole(3)
+
+
+def test_a_paused_learner_that_the_others_gave_up_comes_back_when_its_pause_is_over(tmp_path: Path) -> None:
+    run = Run("adpsgd", 3, tmp_path)
+    run.go(faults=(Pause(pause=2, at_seconds=0.0, seconds=4.0),), silence=2.0)
+    assert [loss.learner for loss in run.losses] == [2]
+    assert run.joined == [2]
     run.assert_whole(3)
 
 

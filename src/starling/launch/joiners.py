@@ -172,10 +172,15 @@ class Joiners:
                 self._note(learner_id, reason)
 
     def wake(self, now: float = math.inf) -> None:
-        """Resume the learners whose pauses end at `now` or earlier; by default, all of them."""
+        """Resume the learners whose pauses end at `now` or earlier; by default, all of them. If the others have given
+        up one of them meanwhile, it is started again."""
         for learner_id in [each for each, until in self._paused.items() if now >= until]:
             del self._paused[learner_id]
-            self._roster.learners[learner_id].process.signal(signal.SIGCONT)
+            process = self._roster.learners[learner_id].process
+            if process.is_running:
+                process.signal(signal.SIGCONT)
+            elif now < math.inf and learner_id not in {*self._roster.members, *self._coming()}:
+                self.want([learner_id])
 
     def _cause(self, fault: Kill | Pause | Join, now: float) -> None:
         """Let a fault happen now, if it can."""
