@@ -245,14 +245,13 @@ def sending(metrics: Metrics) -> Generator[None, None, None]:
     from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 
-    for variable in ("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
-        if protocol := os.environ.get(variable):
-            if protocol != "http/protobuf":
-                raise ConfigError(
-                    f"launch.opentelemetry: {variable} is {protocol}, but metrics are sent by http/protobuf; set "
-                    "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL=http/protobuf and OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"
-                )
-            break
+    variables = ("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+    variable = next(filter(os.environ.get, variables), None)
+    if variable is not None and os.environ[variable] != "http/protobuf":
+        raise ConfigError(
+            f"launch.opentelemetry: {variable} is {os.environ[variable]}, but metrics are sent by http/protobuf; set "
+            "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL=http/protobuf and OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"
+        )
     own = {f"starling.run.{key}": value for key, value in metrics.run.items()}
     own |= {"service.name": "starling", "service.instance.id": metrics.run["name"]}
     resource = Resource.create(own).merge(OTELResourceDetector().detect())
