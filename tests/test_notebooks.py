@@ -27,6 +27,12 @@ try:
 except starling.StarlingError as error:
     print("refused:", error)
 """
+LEAVES = {
+    "first-recogniser": "exp/further/checkpoints",
+    "choose-a-strategy": "exp/which",
+    "your-own-corpus": "exp/mine/checkpoints",
+}
+"""A folder that exists at the end of a notebook."""
 
 
 def executed(notebook: nbformat.NotebookNode, folder: Path, scratch: Path) -> list[str]:
@@ -119,5 +125,5 @@ def test_a_tutorial_on_speech_works_as_a_notebook(names: tuple[str, ...], tmp_pa
             if "starling recipes copy demo" in cell.source and cell.cell_type == "code":
                 shipped = (ROOT / "recipes" / "demo.yaml").read_text(encoding="utf-8")
                 cell.source = f"%%writefile demo.yaml\n{smaller(shipped)}"
-        said = executed(made, tmp_path / "work", tmp_path)
-        assert any("epoch 1 ended" in each for each in said)
+        executed(made, tmp_path / "work", tmp_path)  # a command that fails is an error
+        assert (tmp_path / "work" / LEAVES[name]).is_dir()
