@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PEERS := .venv-peers
 ON_TWO_CORES := --numprocesses 2 --no-loadscope-reorder --durations=20
 
-.PHONY: setup demo test test-all lint house check soak bench bench-peers test-peers gpu docs wheel smoke clean
+.PHONY: setup demo test test-all lint house check soak bench bench-peers test-peers gpu docs notebooks wheel smoke clean
 
 setup: $(VENV)/ready
 
@@ -53,6 +53,10 @@ gpu: setup
 docs: setup
 	$(BIN)/python -m tools.documentation build/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# The tutorials as notebooks, in build/notebooks/.
+notebooks: setup
+	$(BIN)/python -m tools.documentation.notebooks build/notebooks
 
 # A wheel and an sdist in dist/. The same commit gives the same bytes: times are those of the commit.
 wheel: setup

@@ -16,7 +16,11 @@ from starling.speech.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-MODULES = {"flashlight-text": "flashlight"}
+MODULES = {
+    "flashlight-text": "flashlight",
+    "opentelemetry-exporter-otlp-proto-http": "opentelemetry.exporter.otlp.proto.http",
+    "opentelemetry-sdk": "opentelemetry.sdk",
+}
 """Packages that are imported by another name."""
 STUDIES = {"large_batches", "non_iid", "staleness", "staleness_ctc", "stragglers", "stragglers_rates", "topology"}
 STUDIES |= {"communication", "models", "muloco"}

@@ -131,6 +131,7 @@ EXTRAS = {
     "export": (*SPEECH, "onnx", "onnxruntime", "onnxscript"),
     "ray": ("ray",),
     "monitoring": ("prometheus_client",),
+    "opentelemetry": ("opentelemetry.exporter.otlp.proto.http", "opentelemetry.sdk"),
 }
 """Modules that each extra in pyproject.toml installs, by the name of the extra."""
 
@@ -142,6 +143,13 @@ def require(extra: str, what: str, modules: Sequence[str] = ()) -> None:
     Raises:
         MissingExtraError: A module is missing; the message contains the command that installs it.
     """
-    missing = [module for module in modules or EXTRAS[extra] if find_spec(module) is None]
+    missing = [module for module in modules or EXTRAS[extra] if not _is_installed(module)]
     if missing:
         raise MissingExtraError(f"{what} needs {', '.join(missing)}: pip install 'starling-asr[{extra}]'")
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # a package that would contain the module
+        return False

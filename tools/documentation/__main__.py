@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tools.documentation import commands, links, public_names, recipe_keys
+from tools.documentation import commands, links, notebooks, public_names, recipe_keys
 
 GENERATED: Mapping[str, Callable[[], str]] = {
     "reference/recipe.md": recipe_keys.page,
@@ -21,7 +21,7 @@ _ASSETS = (".svg", ".png", ".css", ".html")
 
 
 def write_site(folder: Path) -> None:
-    """Write every page and picture of the site.
+    """Write every page, picture and notebook of the site.
 
     Raises:
         ValueError: Some links lead nowhere, or some public names have no docstring.
@@ -32,6 +32,7 @@ def write_site(folder: Path) -> None:
         _write(folder / links.site_page(page), text_of(page))
     for source in links.linked_sources():
         _write(folder / links.site_page(source), links.source_page(source))
+    notebooks.write(folder / "tutorials")
     for asset in links.DOCS.rglob("*"):
         if asset.suffix in _ASSETS:
             target = folder / asset.relative_to(links.DOCS)
@@ -58,7 +59,11 @@ def text_of(page: Path) -> str:
     text = page.read_text(encoding="utf-8")
     if (make := GENERATED.get(links.site_page(page))) is not None:
         text = re.sub(rf"^{re.escape(PLACE)}(\n>.*)*$", lambda _: make(), text, flags=re.MULTILINE)
-    return links.for_site(text, page)
+    text = links.for_site(text, page)
+    if page.stem in notebooks.TUTORIALS:
+        title, rest = text.split("\n", 1)
+        text = f"{title}\n\n[Download this tutorial as a notebook]({page.stem}.ipynb)\n{rest}"
+    return text
 
 
 def _write(path: Path, text: str) -> None:

@@ -169,7 +169,7 @@ class Following:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("w", encoding="utf-8") as file:
-                self._print(Console(file=file, width=_WIDTH), summary)
+                self._print(Console(file=file, width=_WIDTH, force_jupyter=False), summary)
         except OSError as error:
             self.events.warn(path, error)
 

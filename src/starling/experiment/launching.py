@@ -1,7 +1,7 @@
 """The launcher of a run: starts the learners, shows their progress, and cleans up the experiment's folder."""
 
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
 import torch
@@ -22,7 +22,7 @@ from starling.launch.process import Machines
 from starling.launch.rendezvous import LOOPBACK
 from starling.launch.roster import Roster
 from starling.recipe.run import RunConfig
-from starling.reporting.metrics import Metrics, serving
+from starling.reporting.metrics import Metrics, sending, serving
 from starling.reporting.progress import Display, Say
 from starling.training.faults import at_times, only_simulated
 
@@ -84,18 +84,20 @@ def run_learners(task: Task[RunT], run: RunT, folder: ExperimentFolder, console:
 
 @contextmanager
 def _monitoring(run: RunConfig, roster: Roster, display: Display) -> Generator[None, None, None]:
-    """Within this context, the metrics of a run are served if it requests them."""
-    if run.launch.metrics_port is None:
-        yield
-        return
-    address = run.launch.metrics_address
-    with serving(Metrics(roster, run.name, run.strategy.name), address, run.launch.metrics_port) as port:
-        display.say(f"metrics for Prometheus: http://{f'[{address}]' if ':' in address else address}:{port}/metrics")
-        if address not in LOOPBACK:
-            display.say(
-                f"warning: launch.metrics_address is {address}, not this machine's loopback: any process that reaches "
-                "this port can read the run's figures; use a private network, and see SECURITY.md"
-            )
+    """Within this context, the metrics of a run are served and sent if it requests them."""
+    address, metrics = run.launch.metrics_address, Metrics(roster, run.name, run.strategy.name)
+    with ExitStack() as stack:
+        if run.launch.opentelemetry:
+            stack.enter_context(sending(metrics))
+        if run.launch.metrics_port is not None:
+            port = stack.enter_context(serving(metrics, address, run.launch.metrics_port))
+            host = f"[{address}]" if ":" in address else address
+            display.say(f"metrics for Prometheus: http://{host}:{port}/metrics")
+            if address not in LOOPBACK:
+                display.say(
+                    f"warning: launch.metrics_address is {address}, not this machine's loopback: any process that "
+                    "reaches this port can read the run's figures; use a private network, and see SECURITY.md"
+                )
         yield
 
 
@@ -119,6 +121,8 @@ def check_engine(run: RunConfig) -> None:
             pass
     if run.launch.metrics_port is not None:
         require("monitoring", "launch.metrics_port")
+    if run.launch.opentelemetry:
+        require("opentelemetry", "launch.opentelemetry")
     if run.launch.kind == "local" and run.engine.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("engine.device: cuda, but torch finds no CUDA device; use engine.device=auto or cpu")
     if run.follow is not None:

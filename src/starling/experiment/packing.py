@@ -8,6 +8,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from multiprocessing import current_process, spawn
 from pathlib import Path
+from types import FunctionType
+from typing import Any
 
 from starling.errors import ConfigError
 from starling.experiment.folder import ExperimentFolder
@@ -30,16 +32,30 @@ def pack(job: Job, run: RunConfig) -> bytes:
         )
     buffer = io.BytesIO()
     pickle.dump(preparation, buffer)
-    try:
-        pickle.dump(
-            (job, run), buffer
-        )  # not multiprocessing's pickler, whose shared memory would end with this process
+    has_script = "init_main_from_name" in preparation or script is not None
+    try:  # not multiprocessing's pickler, whose shared memory would end with this process
+        (pickle.Pickler if has_script else _WithoutScript)(buffer).dump((job, run))
+    except ConfigError:
+        raise
     except Exception as error:
         raise ConfigError(
             f"job: cannot be sent to learner processes ({error}); define its functions and classes at the top level of "
             "a module or of the script, and bind their arguments with functools.partial"
         ) from error
     return buffer.getvalue()
+
+
+class _WithoutScript(pickle.Pickler):
+    """The pickler in a notebook or an interactive session, whose functions and classes no other process can import."""
+
+    def reducer_override(self, thing: Any) -> Any:
+        if getattr(thing, "__module__", None) == "__main__" and isinstance(thing, (type, FunctionType)):
+            raise ConfigError(
+                f"job: {thing.__qualname__} is defined in a notebook or an interactive session, from which learner "
+                "processes cannot import it; put the job's functions and classes into a file (in a notebook, with "
+                "%%writefile my_job.py as the first line of their cell), and import them from my_job"
+            )
+        return NotImplemented
 
 
 @contextmanager
@@ -65,7 +81,7 @@ def unpack(packed: bytes) -> tuple[Job, RunConfig]:
     except (AttributeError, ImportError) as error:
         raise ConfigError(
             f"job: a learner cannot import a function or class of it ({error}); define it at the top level of a module "
-            "or of the script, not in a notebook or under `if __name__`"
+            "or of the script, not under `if __name__`"
         ) from error
     finally:
         del process._inheriting  # type: ignore[attr-defined]

@@ -163,6 +163,7 @@ def train(
 
     Learners receive a pickled copy of the job and import this script. Everything the job refers to must therefore be
     defined at the top level of a module or of the script, and this call must be under `if __name__ == "__main__":`.
+    In a notebook, it must be defined in a module that the notebook imports, which a cell may write with `%%writefile`.
     Under `torchrun` or Slurm, every process makes the same call, and `learners` is ignored: each process is a learner.
 
     Args:
@@ -221,7 +222,7 @@ def train(
 
 def train_quietly(job: Job, learners: int, **given: Any) -> Trained:
     """Train in order to measure, without output and without timed checkpoints. If a learner is lost, the run ends."""
-    quiet, rarely = Console(file=io.StringIO()), {"minutes": None}
+    quiet, rarely = Console(file=io.StringIO(), force_jupyter=False), {"minutes": None}
     return train(job, learners, overwrite=True, on_loss="stop", checkpoints=rarely, console=quiet, **given)
 
 

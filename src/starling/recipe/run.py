@@ -248,6 +248,9 @@ class LaunchConfig(Config):
     extra `monitoring`."""
     metrics_address: str = "127.0.0.1"
     """The address of the interface on which the launcher serves these figures; with 127.0.0.1, only to this machine."""
+    opentelemetry: bool = False
+    """Whether the launcher sends these figures to an OpenTelemetry collector, by OTLP/HTTP; the environment variables
+    `OTEL_*` say to which. Needs the extra `opentelemetry`."""
 
     _of_kind = short_for("kind")
 

@@ -1,11 +1,14 @@
-"""Figures of a run for other programs: curves for TensorBoard, and metrics for Prometheus.
+"""Figures of a run for other programs: curves for TensorBoard, and metrics for Prometheus and OpenTelemetry.
 
-Both use only what learners report anyway. A scrape reads the roster; learners send nothing for it.
+All use only what learners report anyway. Metrics are read from the roster; learners send nothing for them.
 """
 
 import math
+import os
+from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +22,39 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 STALENESS_BUCKETS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
-_Sample = tuple[bool, str, str, Mapping[str, object], float | None]
-"""Sample of a metric: whether it is a counter, else a gauge; name, description, labels; and the value, if there is one
-yet."""
+FIGURES = {
+    "learners.alive": ("gauge", "{learner}", "Learners that are starting, ready or training."),
+    "membership": ("gauge", "", "The number of the newest membership."),
+    "progress": ("gauge", "1", "The spent fraction of the budget."),
+    "deaths": ("counter", "{learner}", "Learners that were lost."),
+    "joins": ("counter", "{learner}", "Learners that joined after the start, restarted ones included."),
+    "checkpoints": ("counter", "{checkpoint}", "Checkpoints that are complete."),
+    "goodput": ("gauge", "1", "The share of the machines' time spent on gradients and steps."),
+    "goodput.loss": ("gauge", "1", "The share of the machines' time lost."),
+    "steps": ("counter", "{step}", "Mini-batches computed."),
+    "samples": ("counter", "{sample}", "Examples computed."),
+    "frames": ("counter", "{frame}", "Frames computed."),
+    "loss": ("gauge", "", "Training loss in the last report."),
+    "learning_rate": ("gauge", "", "The learning rate in the last report."),
+    "audio": ("gauge", "s/s", "Seconds of audio trained on per second in the last report."),
+    "silence": ("gauge", "s", "The time since the last message."),
+    "wait": ("gauge", "s", "How long the present wait has lasted; waits below 1 s count as 0."),
+    "computing": ("counter", "s", "Time spent on gradients and steps."),
+    "waiting": ("counter", "s", "Time spent waiting for data or peers."),
+    "rounds": ("counter", "{round}", "Averaging rounds, up to the last epoch."),
+    "sent": ("counter", "By", "Bytes sent to other learners, up to the last epoch."),
+    "gradients.not_finite": (
+        "counter",
+        "{gradient}",
+        "Gradients left out because they were not finite, up to the last epoch.",
+    ),
+}
+"""Kind, unit and description of each metric but staleness, by its name in OpenTelemetry after `starling.`."""
+STALENESS = "The staleness of gradients, up to the last epoch."
+_SUFFIXES = {"1": "_ratio", "s": "_seconds", "s/s": "_seconds_per_second", "By": "_bytes"}
+"""What OpenTelemetry's rules append to the name of a metric with this unit for Prometheus."""
+_Sample = tuple[str, Mapping[str, object], float | None]
+"""Sample of a metric: its name in FIGURES, labels, and the value, if there is one yet."""
 
 
 class Curves:
@@ -96,76 +129,82 @@ class Curves:
 
 
 class Metrics:
-    """A collector of `prometheus_client` for one run; usable from any thread."""
+    """The metrics of one run: a collector of `prometheus_client`, and what OpenTelemetry observes; usable from any
+    thread."""
 
     def __init__(self, roster: Roster, name: str, strategy: str) -> None:
-        self._roster, self._name, self._strategy = roster, name, strategy
+        self._roster = roster
+        self.run = {"name": name, "strategy": strategy}
+
+    def samples(self) -> list[_Sample]:
+        """All metrics that have a value now, except staleness."""
+        with self._roster.lock:
+            records = self._records()
+            found = [*_of_run(self._roster, records)]
+            found += [sample for record in records for sample in _of_learner(self._roster, record)]
+        return [sample for sample in found if sample[2] is not None]
+
+    def staleness(self) -> dict[int, Counter[int]]:
+        """How many gradients had each staleness, by the id of the learner."""
+        with self._roster.lock:
+            return {record.learner_id: Counter(record.done.staleness) for record in self._records()}
 
     def collect(self) -> list[Any]:
         """The metric families of a scrape."""
         from prometheus_client import core
 
-        run = core.InfoMetricFamily("starling_run", "The run.", {"name": self._name, "strategy": self._strategy})
-        text = "The staleness of gradients, up to the last epoch."
-        staleness = core.HistogramMetricFamily("starling_staleness", text, labels=["learner"])
-        found: dict[str, Any] = {}
-        with self._roster.lock:
-            records = sorted(self._roster.learners.values(), key=lambda each: each.learner_id)
-            for record in records:
-                counts = record.done.staleness
-                most_of = {str(float(most)): most for most in STALENESS_BUCKETS} | {"+Inf": math.inf}
-                buckets = [
-                    (name, sum(count for value, count in counts.items() if value <= most))
-                    for name, most in most_of.items()
-                ]
-                total = sum(value * count for value, count in counts.items())
-                staleness.add_metric([str(record.learner_id)], buckets, total)
-            samples = [*_of_run(self._roster, records)]
-            samples += [sample for record in records for sample in _of_learner(self._roster, record)]
-        for is_counter, name, text, labels, value in samples:
-            if name not in found:
-                kind = core.CounterMetricFamily if is_counter else core.GaugeMetricFamily
-                found[name] = kind(f"starling_{name}", text, labels=list(labels))
-            if value is not None:
-                found[name].add_metric([str(each) for each in labels.values()], float(value))
-        return [run, *found.values(), staleness]
+        run = core.InfoMetricFamily("starling_run", "The run.", self.run)
+        staleness = core.HistogramMetricFamily("starling_staleness", STALENESS, labels=["learner"])
+        for learner, counts in self.staleness().items():
+            most_of = {str(float(most)): most for most in STALENESS_BUCKETS} | {"+Inf": math.inf}
+            buckets = [
+                (name, sum(count for value, count in counts.items() if value <= most)) for name, most in most_of.items()
+            ]
+            staleness.add_metric([str(learner)], buckets, sum(value * count for value, count in counts.items()))
+        families = {
+            name: core.Metric(f"starling_{name.replace('.', '_')}{_SUFFIXES.get(unit, '')}", text, kind)
+            for name, (kind, unit, text) in FIGURES.items()
+        }
+        for name, labels, value in self.samples():
+            family = families[name]
+            full = family.name + ("_total" if family.type == "counter" else "")
+            family.add_sample(full, {label: str(each) for label, each in labels.items()}, value)
+        return [run, *families.values(), staleness]
+
+    def _records(self) -> list[LearnerRecord]:
+        return sorted(self._roster.learners.values(), key=lambda each: each.learner_id)
 
 
 def _of_run(roster: Roster, records: Sequence[LearnerRecord]) -> Iterator[_Sample]:
-    spent = max((record.newest.fraction for record in records if record.newest is not None), default=0.0)
-    num_joins = sum(record.num_joins for record in records)
-    yield False, "learners_alive", "Learners that are starting, ready or training.", {}, len(roster.present())
-    yield False, "membership", "The number of the newest membership.", {}, roster.membership.number
-    yield False, "progress_ratio", "The spent fraction of the budget.", {}, spent
-    yield True, "deaths", "Learners that were lost.", {}, len(roster.lost)
-    yield True, "joins", "Learners that joined after the start, restarted ones included.", {}, num_joins
-    yield True, "checkpoints", "Checkpoints that are complete.", {}, roster.num_saved
+    yield "learners.alive", {}, len(roster.present())
+    yield "membership", {}, roster.membership.number
+    yield "progress", {}, max((record.newest.fraction for record in records if record.newest is not None), default=0.0)
+    yield "deaths", {}, len(roster.lost)
+    yield "joins", {}, sum(record.num_joins for record in records)
+    yield "checkpoints", {}, roster.num_saved
     if (goodput := goodput_of(roster)) is not None:
-        yield False, "goodput_ratio", "The share of the machines' time spent on gradients and steps.", {}, goodput.ratio
+        yield "goodput", {}, goodput.ratio
         for cause, part in goodput.losses.items():
-            yield False, "goodput_loss_ratio", "The share of the machines' time lost.", {"cause": cause}, part
+            yield "goodput.loss", {"cause": cause}, part
 
 
 def _of_learner(roster: Roster, record: LearnerRecord) -> Iterator[_Sample]:
     own, done, newest, attempt = {"learner": record.learner_id}, record.done, record.newest, record.attempt
-    waited = roster.clock() - attempt.wait_began_at if attempt.wait else 0.0
-    rate, audio_rate = (newest.learning_rate, newest.new.audio_rate) if newest is not None else (None, None)
-    yield True, "steps", "Mini-batches computed.", own, record.num_steps
-    yield True, "samples", "Examples computed.", own, done.examples
-    yield True, "frames", "Frames computed.", own, done.frames
-    yield False, "loss", "Training loss in the last report.", own, record.loss
-    yield False, "learning_rate", "The learning rate in the last report.", own, rate
-    text = "Seconds of audio trained on per second in the last report."
-    yield False, "audio_seconds_per_second", text, own, audio_rate
-    yield False, "silence_seconds", "The time since the last message.", own, roster.since_heard(record)
-    yield False, "wait_seconds", "How long the present wait has lasted; waits below 1 s count as 0.", own, waited
-    yield True, "computing_seconds", "Time spent on gradients and steps.", own, done.computing
+    yield "steps", own, record.num_steps
+    yield "samples", own, done.examples
+    yield "frames", own, done.frames
+    yield "loss", own, record.loss
+    if newest is not None:
+        yield "learning_rate", own, newest.learning_rate
+        yield "audio", own, newest.new.audio_rate
+    yield "silence", own, roster.since_heard(record)
+    yield "wait", own, roster.clock() - attempt.wait_began_at if attempt.wait else 0.0
+    yield "computing", own, done.computing
     for what, seconds in (("data", done.waiting_for_data), ("peers", done.waiting_for_peers)):
-        yield True, "waiting_seconds", "Time spent waiting for data or peers.", {**own, "what": what}, seconds
-    yield True, "rounds", "Averaging rounds, up to the last epoch.", own, done.rounds
-    yield True, "sent_bytes", "Bytes sent to other learners, up to the last epoch.", own, done.bytes_sent
-    text = "Gradients left out because they were not finite, up to the last epoch."
-    yield True, "gradients_not_finite", text, own, done.num_not_finite
+        yield "waiting", {**own, "what": what}, seconds
+    yield "rounds", own, done.rounds
+    yield "sent", own, done.bytes_sent
+    yield "gradients.not_finite", own, done.num_not_finite
 
 
 @contextmanager
@@ -191,3 +230,52 @@ def serving(metrics: Metrics, address: str, port: int) -> Generator[int, None, N
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def sending(metrics: Metrics) -> Generator[None, None, None]:
+    """Within this context, and once at its end, OpenTelemetry sends the metrics by OTLP/HTTP, as the variables OTEL_*
+    say where and how often.
+
+    Raises ConfigError if the variables request a protocol other than http/protobuf.
+    """
+    from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+    from opentelemetry.metrics import Observation
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+    from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+
+    variables = ("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+    variable = next(filter(os.environ.get, variables), None)
+    if variable is not None and os.environ[variable] != "http/protobuf":
+        raise ConfigError(
+            f"launch.opentelemetry: {variable} is {os.environ[variable]}, but metrics are sent by http/protobuf; set "
+            "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL=http/protobuf and OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"
+        )
+    own = {f"starling.run.{key}": value for key, value in metrics.run.items()}
+    own |= {"service.name": "starling", "service.instance.id": metrics.run["name"]}
+    resource = Resource.create(own).merge(OTELResourceDetector().detect())
+    provider = MeterProvider([PeriodicExportingMetricReader(OTLPMetricExporter())], resource)
+    meter, recorded = provider.get_meter("starling"), dict[int, Counter[int]]()
+    histogram = meter.create_histogram(
+        "starling.staleness", "{step}", STALENESS, explicit_bucket_boundaries_advisory=STALENESS_BUCKETS
+    )
+
+    def observe(name: str, _: object) -> list[Any]:
+        for learner, counts in metrics.staleness().items():  # a histogram has no callback of its own
+            for value in (counts - recorded.get(learner, Counter())).elements():
+                histogram.record(value, {"learner": str(learner)})
+            recorded[learner] = counts
+        return [
+            Observation(value, {label: str(each) for label, each in labels.items()})
+            for other, labels, value in metrics.samples()
+            if other == name
+        ]
+
+    for name, (kind, unit, text) in FIGURES.items():
+        create = meter.create_observable_counter if kind == "counter" else meter.create_observable_gauge
+        create(f"starling.{name}", [partial(observe, name)], unit, text)
+    try:
+        yield
+    finally:
+        provider.shutdown()
