@@ -34,7 +34,7 @@ from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import ConfigError, NonFiniteError, StarlingError, Stopped, require
 from starling.events import read_events
 from starling.experiment.claim import describe_environment
-from starling.experiment.packing import refuse_if_importing
+from starling.experiment.launching import refuse_if_importing
 from starling.experiment.record import read_timeline
 from starling.experiment.simulate import Simulated
 from starling.experiment.task import task_of

@@ -22,8 +22,7 @@ from starling.engines.processes.place import Place, choose_device
 from starling.engines.virtual.cluster import Cluster
 from starling.errors import ConfigError
 from starling.experiment.folder import ExperimentFolder
-from starling.experiment.launching import machines_of
-from starling.experiment.packing import packed_command
+from starling.experiment.launching import machines_of, packed_command
 from starling.experiment.task import RunT, Task
 from starling.files import replace_file, writing
 from starling.launch.joiners import Changes

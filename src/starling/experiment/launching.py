@@ -1,8 +1,17 @@
-"""The launcher of a run: starts the learners, shows their progress, and cleans up the experiment's folder."""
+"""The launcher of a run: starts the learners, shows their progress, and cleans up the experiment's folder.
 
+A job that is given as an object is pickled for the learners, which import the user's script before they unpickle it.
+"""
+
+import io
+import pickle
+import sys
+import tempfile
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from multiprocessing import current_process, spawn
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -25,6 +34,7 @@ from starling.recipe.run import RunConfig
 from starling.reporting.metrics import Metrics, serving
 from starling.reporting.progress import Display, Say
 from starling.training.faults import at_times, only_simulated
+from starling.training.job import Job
 
 MAX_LEARNERS_PER_CORE = 4
 """Number of learners per core above which a warning is shown, because more are likely a mistake."""
@@ -149,3 +159,68 @@ def machines_of(run: RunConfig, say: Say, preload: Sequence[str] = ()) -> Machin
     resources = {"CPU": 1.0} | ({"GPU": 1.0} if run.engine.device == "cuda" else {}) | run.launch.resources
     size = run.super_learner_size
     return RayMachines(run.launch.address, run.launch.learners_per_node or size, size, resources, say)
+
+
+def pack(job: Job, run: RunConfig) -> bytes:
+    """Pickle everything that a learner needs: how to import this script, the settings, and the job.
+
+    Raises ConfigError for a job that cannot be pickled.
+    """
+    preparation = spawn.get_preparation_data("starling-learner")
+    preparation.pop("authkey", None)
+    script = preparation.get("init_main_from_path")
+    if script is not None and not Path(script).exists():
+        raise ConfigError(
+            f"job: learner processes import the script that calls starling.train, but {Path(script).name} is no file; "
+            "save the script in a file, and start that instead of reading it from standard input"
+        )
+    buffer = io.BytesIO()
+    pickle.dump(preparation, buffer)
+    try:
+        # not multiprocessing's pickler, whose shared memory would end with this process
+        pickle.dump((job, run), buffer)
+    except Exception as error:
+        raise ConfigError(
+            f"job: cannot be sent to learner processes ({error}); define its functions and classes at the top level of "
+            "a module or of the script, and bind their arguments with functools.partial"
+        ) from error
+    return buffer.getvalue()
+
+
+@contextmanager
+def packed_command(job: Job, run: RunConfig, folder: ExperimentFolder) -> Generator[list[str], None, None]:
+    """The command of a learner that reads a packed job. Its last argument is the job's file, which exists within this
+    context."""
+    shared = None if run.launch.kind == "local" else folder.path  # where learners on other machines find it
+    with tempfile.TemporaryDirectory(prefix=".starling-job-", dir=shared) as scratch:
+        file = Path(scratch) / "job"
+        file.write_bytes(pack(job, run))
+        yield [sys.executable, "-m", "starling.experiment.job_process", str(file)]
+
+
+def unpack(packed: bytes) -> tuple[Job, RunConfig]:
+    """The inverse of `pack`; call it only with bytes from this process's own launcher."""
+    buffer = io.BytesIO(packed)
+    preparation = pickle.load(buffer)  # noqa: S301 - written by this learner's own launcher
+    process = current_process()
+    process._inheriting = True  # type: ignore[attr-defined]  # multiprocessing's flag while the script is imported
+    try:
+        spawn.prepare(preparation)
+        job, run = pickle.load(buffer)  # noqa: S301 - as above
+    except (AttributeError, ImportError) as error:
+        raise ConfigError(
+            f"job: a learner cannot import a function or class of it ({error}); define it at the top level of a module "
+            "or of the script, not in a notebook or under `if __name__`"
+        ) from error
+    finally:
+        del process._inheriting  # type: ignore[attr-defined]
+    return job, run
+
+
+def refuse_if_importing(caller: str) -> None:
+    """Raise ConfigError if a learner, or a process that computes cells, is importing the script that makes the call."""
+    if getattr(current_process(), "_inheriting", False):
+        raise ConfigError(
+            f"{caller} was called while another process imported this script; put the call under "
+            '`if __name__ == "__main__":`'
+        )
