@@ -72,7 +72,7 @@ def join(
     experiment: Experiment, learners: Annotated[int, typer.Option(min=1, help="How many learners to add.")] = 1
 ) -> None:
     """Add learners to a running experiment. Lost learners are restarted first."""
-    from starling.experiment.running import join as join_experiment
+    from starling.experiment.following import join as join_experiment
 
     join_experiment(experiment, learners, typer.echo)
 
@@ -212,7 +212,7 @@ def status(
     """Show the state of a running experiment: each learner and what it waits for, losses, the newest checkpoint."""
     from rich.console import Console
 
-    from starling.experiment.running import status as show_status
+    from starling.experiment.following import status as show_status
 
     show_status(experiment, watch, Console())
 
