@@ -101,7 +101,7 @@ def storm(
     real: Annotated[bool, typer.Option("--real", help="Use real learners instead of a simulation.")] = False,
 ) -> None:
     """Train while learners are killed, paused, cut off and slow at random times, and print the goodput."""
-    from starling.experiment.storm import storm_recipe
+    from starling.experiment.simulate import storm_recipe
 
     settings = {"faults_per_hour": faults_per_hour, "pauses": pauses, "cuts_per_hour": cuts_per_hour, "away": away}
     where = recipe, overrides or (), typer.echo, progress_console()
