@@ -29,8 +29,7 @@ from starling.engines.virtual.engine import Outcome
 from starling.engines.virtual.replay import Moment, RecordEnded, ReplayEngine, ReplayStopped
 from starling.errors import ConfigError, ReplayError
 from starling.experiment.folder import ExperimentFolder, existing
-from starling.experiment.record import RECIPE
-from starling.experiment.recorded import Run, check_job, read_runs
+from starling.experiment.record import RECIPE, Run, check_job, read_runs
 from starling.experiment.task import task_of
 from starling.recipe.file import apply_overrides, read_recipe
 from starling.reporting.metrics import Curves
