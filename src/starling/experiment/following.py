@@ -34,8 +34,7 @@ from starling.launch.roster import LearnerRecord, LearnerState, Roster
 from starling.recipe.run import RecipeConfig, RunConfig
 from starling.reporting.epochs import SPENT, duration, merged, share
 from starling.reporting.goodput import goodput_of
-from starling.reporting.progress import Say, say_on
-from starling.reporting.stalls import Stalls
+from starling.reporting.progress import Say, Stalls, say_on
 from starling.timeouts import ANSWER_EVERY, LOOK_EVERY, STATUS_FRESH
 
 _WIDTH = 120

@@ -30,8 +30,7 @@ from starling.launch.messages import Ended, Heartbeat, LearnerMessage, Said
 from starling.launch.rendezvous import find_membership, joins, save_requests_of
 from starling.recipe.run import RunConfig, recipe_digest
 from starling.reporting.metrics import Curves
-from starling.reporting.progress import say_on
-from starling.reporting.stalls import TIMES_AS_LONG, own_line, resumed_line
+from starling.reporting.progress import TIMES_AS_LONG, own_line, resumed_line, say_on
 from starling.timeouts import CURVES_EVERY, HEARTBEAT_EVERY, LOG_EVERY, SEND_EVERY, SHORT_WAIT, Seconds
 from starling.training.job import Job
 from starling.training.membership import Membership, MembershipObserver
