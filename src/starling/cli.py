@@ -299,7 +299,7 @@ def _options(kind: type["Config"]) -> Iterator[str]:
 def recipes(context: typer.Context) -> None:
     """List the recipes that come with Starling; commands accept their names."""
     if context.invoked_subcommand is None:
-        from starling.recipe.file import summaries
+        from starling.recipe import summaries
 
         found = summaries()
         width = max(map(len, found))
@@ -313,7 +313,7 @@ def copy(
     to: Annotated[Path, typer.Argument(metavar="TO", help="The folder to copy it to.")] = Path(),
 ) -> None:
     """Copy a recipe, and the recipes that it builds on, to a folder."""
-    from starling.recipe.file import copy_recipe
+    from starling.recipe import copy_recipe
 
     for path in copy_recipe(name, to):
         typer.echo(path)
@@ -348,7 +348,7 @@ def compare(
 
 def _listed(text: str | None) -> list[Any] | None:
     """Return the comma-separated values of an option, or None if the option is not given."""
-    from starling.recipe.file import parse_yaml
+    from starling.recipe import parse_yaml
 
     return None if text is None else [parse_yaml(each, "a list") for each in text.split(",")]
 

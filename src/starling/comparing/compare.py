@@ -41,7 +41,7 @@ from starling.experiment.task import task_of
 from starling.experiment.train import train_quietly
 from starling.files import writing
 from starling.launch.messages import Stretch
-from starling.recipe.file import Tree, apply_overrides, read_recipe
+from starling.recipe import Tree, apply_overrides, read_recipe
 from starling.reporting.epochs import SPENT, Tally, mean_staleness, merged, share
 from starling.reporting.progress import Bars, Say, say_on
 from starling.training.job import EpochReport, Job, Observer, StepReport

@@ -16,7 +16,7 @@ from starling.comparing.grid import Cell, CompareConfig, Metric, Row
 from starling.configuration import digest, refused
 from starling.engines.virtual.cluster import Cluster
 from starling.errors import ConfigError, did_you_mean
-from starling.recipe.file import Tree
+from starling.recipe import Tree
 from starling.recipe.run import strategy_problems
 from starling.reporting.progress import Bars, Say
 from starling.training.data import DataWorkload

@@ -31,7 +31,7 @@ from starling.predict.costs import Costs, facts_of
 from starling.predict.measure import Allowance, Figures, Measuring, bare, costs_of
 from starling.predict.plan import TIE, Decision, choose, gigabits
 from starling.predict.predict import LIKE, LONGER, Arm, Machines, Seconds
-from starling.recipe.file import parse_yaml
+from starling.recipe import parse_yaml
 from starling.recipe.run import CANDIDATES, AutoOptions, RunConfig, StrategyChoice, dump_recipe
 from starling.reporting.epochs import mean_staleness
 from starling.reporting.progress import Say

@@ -44,7 +44,7 @@ from starling.events import Event, read_stream
 from starling.experiment.folder import ExperimentFolder, existing
 from starling.experiment.task import MiniBatches, task_of
 from starling.launch.messages import Stretch
-from starling.recipe.file import read_recipe
+from starling.recipe import read_recipe
 from starling.recipe.run import RunConfig
 from starling.reporting.epochs import SPENT
 from starling.reporting.progress import Say

@@ -31,7 +31,7 @@ from starling.errors import ConfigError, ReplayError
 from starling.experiment.folder import ExperimentFolder, existing
 from starling.experiment.record import RECIPE, Run, check_job, read_runs
 from starling.experiment.task import task_of
-from starling.recipe.file import apply_overrides, read_recipe
+from starling.recipe import apply_overrides, read_recipe
 from starling.reporting.metrics import Curves
 from starling.reporting.progress import Bars
 from starling.training.flat import FlatModel

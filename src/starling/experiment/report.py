@@ -21,7 +21,7 @@ from starling.experiment.record import read_timeline
 from starling.experiment.task import task_of
 from starling.files import replace_file
 from starling.launch.messages import Status, Stretch, decode_file
-from starling.recipe.file import Tree, read_recipe
+from starling.recipe import Tree, read_recipe
 from starling.reporting.epochs import merged
 from starling.reporting.evidence import CurvePoint, Evidence, ScoredSet, Section, is_number, newest
 from starling.strategies import STRATEGIES

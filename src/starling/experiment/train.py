@@ -27,7 +27,7 @@ from starling.experiment.task import OF_BOTH, RunT, Task, load_recipe, settings_
 from starling.launch.link import Link, reported_errors
 from starling.launch.process import signal_name
 from starling.launch.rendezvous import find_place, is_first, is_learner, number_of_learners
-from starling.recipe.file import apply_overrides, read_recipe
+from starling.recipe import apply_overrides, read_recipe
 from starling.recipe.run import EngineConfig, RunConfig
 from starling.reporting.progress import Bars, Say, say_on
 from starling.strategies import name_of

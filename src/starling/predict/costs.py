@@ -22,7 +22,7 @@ from starling.configuration import Config, ConfigT, checked
 from starling.engines.processes.island import blocks_of
 from starling.engines.virtual.cluster import ComputeModel, LinkModel
 from starling.errors import ConfigError, did_you_mean
-from starling.recipe.file import parse_yaml
+from starling.recipe import parse_yaml
 from starling.training.flat import trainable
 from starling.training.job import Job
 from starling.training.tensor_plan import cut_dims
