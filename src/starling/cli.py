@@ -144,18 +144,19 @@ def plan(
 
         typer.echo(page(), nl=False)
         return
-    from starling.experiment.planning import plan_model, plan_recipe
+    from starling.experiment.planning import plan_model, plan_recipe, show_plan
     from starling.experiment.task import load_recipe
 
     given: dict[str, Any] = {"preset": preset, "cluster": cluster, "price": price}
-    given |= {"learners": learners, "strategies": strategies, "explain": explain, "output": output}
+    given |= {"learners": learners, "strategies": strategies}
     if model is not None:
-        plan_model(model, hours, typer.echo, progress_console(), **given)
-        return
-    if recipe is None:
+        found = plan_model(model, hours, progress_console(), **given)
+    elif recipe is None:
         raise ConfigError("plan: name a recipe, such as demo, or ask for --published")
-    loaded = load_recipe(Path(recipe), overrides or (), command="starling plan")
-    plan_recipe(*loaded, typer.echo, progress_console(), profile=profile, **given)
+    else:
+        loaded = load_recipe(Path(recipe), overrides or (), command="starling plan")
+        found = plan_recipe(*loaded, progress_console(), profile=profile, **given)
+    show_plan(*found, typer.echo, explain, output)
 
 
 @app.command(epilog="Example: [bold]starling audit exp/demo[/bold]")
