@@ -239,9 +239,8 @@ def newest_place() -> Place:
 
 
 def _connected(timeout_seconds: float) -> "CoordinatorFeed":
-    from starling.launch.coordinator import (
-        connect,  # only loops that survive losses need it, and the launcher's messages
-    )
+    # only loops that survive losses need it, and the launcher's messages
+    from starling.launch.coordinator import connect
 
     return connect(timeout_seconds, _places[0].store if _places else None)
 
