@@ -388,14 +388,10 @@ def _as_recorded(scripts: Sequence[Script]) -> Generator[None, None, None]:
     """Return a context in which this process computes in the same way as the learners did. Raises ReplayError if this
     is impossible."""
     threads = torch.get_num_threads()
-    for script in scripts:
-        torch.set_num_threads(int(script.arithmetic["threads"]))
-        try:
-            script.check_arithmetic(torch.device("cpu"))
-        except ReplayError:
-            torch.set_num_threads(threads)
-            raise
     try:
+        for script in scripts:
+            torch.set_num_threads(int(script.arithmetic["threads"]))
+            script.check_arithmetic(torch.device("cpu"))
         yield
     finally:
         torch.set_num_threads(threads)
