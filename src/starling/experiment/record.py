@@ -275,12 +275,8 @@ class Run:
         return [script for each in self.memberships for script in each]
 
 
-def check_job(job: Job) -> None:
-    """Raise ConfigError if the job cannot be replayed."""
-    _check_strategy(job.strategy.name, job.island)
-
-
-def _check_strategy(name: str, island: Island) -> None:
+def check_strategy(name: str, island: Island) -> None:
+    """Raise ConfigError if a run with this strategy and these islands cannot be replayed."""
     if name in RACES:
         raise ConfigError(
             f"{name} cannot be replayed: its learners change single numbers of one memory at the same "
@@ -297,7 +293,7 @@ def check_follow(run: RunConfig) -> None:
     path = cast(Path, run.follow)
     if path.resolve() == run.folder.resolve():
         raise ConfigError(f"follow: {path} is the folder of this run itself; set name to another one")
-    _check_strategy(run.strategy.name, run.island)
+    check_strategy(run.strategy.name, run.island)
     scripts = _scripts_for(run)
     if len(scripts) != run.learners:
         raise ConfigError(f"follow: {path} has the record of {len(scripts)} learners; set learners to as many")

@@ -29,7 +29,7 @@ from starling.engines.virtual.engine import Outcome
 from starling.engines.virtual.replay import Moment, RecordEnded, ReplayEngine, ReplayStopped
 from starling.errors import ConfigError, ReplayError
 from starling.experiment.folder import ExperimentFolder, existing
-from starling.experiment.record import RECIPE, Run, check_job, read_runs
+from starling.experiment.record import RECIPE, Run, check_strategy, read_runs
 from starling.experiment.task import task_of
 from starling.recipe import apply_overrides, read_recipe
 from starling.reporting.metrics import Curves
@@ -189,7 +189,7 @@ def replay_runs(
     difference: float | None = None
     for run, following in zip(runs, [*runs[1:], None], strict=True):
         job = job_of(run)
-        check_job(job)
+        check_strategy(job.strategy.name, job.island)
         before, wanted = done, None if following is None else following.plan.position
 
         def told(number: int, before: int = before) -> None:
