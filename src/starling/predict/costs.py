@@ -256,6 +256,29 @@ def find_preset(name: str) -> Preset:
     return loaded(Preset, path, "preset", "copy one of Starling's presets, and change it")
 
 
+def find_costs(job: Job | JobFacts | None, profile: Profile | Path | str | None, preset: Preset | str | None) -> Costs:
+    """Return the costs of a job, given a profile or a preset. Raises `ConfigError` unless exactly one of them is given,
+    or if the profile is of another model."""
+    if (profile is None) == (preset is None):
+        raise ConfigError("plan: give either a profile, made by `starling profile`, or a preset such as v100-2019")
+    if preset is not None:
+        if job is None:
+            raise ConfigError("plan: a preset knows no job; give the job, or a profile of it")
+        name, found = (preset, find_preset(preset)) if isinstance(preset, str) else (preset.device, preset)
+        return found.costs(job if isinstance(job, JobFacts) else facts_of(job, counts_flops=True), name)
+    measured = profile if isinstance(profile, Profile) else read_profile(Path(str(profile)))
+    if job is not None:
+        facts = job if isinstance(job, JobFacts) else facts_of(job)
+        if facts.model_bytes != measured.job.model_bytes:
+            raise ConfigError(
+                f"profile: it is of a model of {measured.job.model_bytes:,} bytes ({measured.job.trains}), and the "
+                f"job's has {facts.model_bytes:,}; profile this job"
+            )
+        kept = {"flops_per_gradient": measured.job.flops_per_gradient}
+        return measured.costs.model_copy(update={"job": facts.model_copy(update=kept)})
+    return measured.costs
+
+
 def loaded(kind: type[ConfigT], given: Path | Mapping[str, Any], what: str, advice: str) -> ConfigT:
     """Return a configuration from a YAML file or a mapping, in which it may be under the key `what`. Raises
     `ConfigError` with all problems, or with `advice` if the content is not a mapping."""
