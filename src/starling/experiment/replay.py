@@ -76,22 +76,16 @@ class States(Observer):
     """Observer that keeps the hashes of the states that a record contains, and the states at the position `wanted`,
     from which the next run resumes."""
 
+    records, saves = True, False
+
     def __init__(self, saves: bool, wanted: Position | None, told: Callable[[int], object]) -> None:
-        self._saves, self._wanted, self._told, self._num_steps = saves, wanted, told, 0
+        self.saves, self._wanted, self._told, self._num_steps = saves, wanted, told, 0
         self.losses: dict[int, list[float]] = defaultdict(list)
         """Losses of the mini-batches, by epoch."""
         self.found: dict[tuple[int, int], list[tuple[int, str]]] = defaultdict(list)
         """Number of steps and hash of each state, by membership and learner."""
         self._kept: dict[int, dict[int, list[LearnerState]]] = defaultdict(lambda: defaultdict(list))
         self._number = 0
-
-    @property
-    def saves(self) -> bool:
-        return self._saves
-
-    @property
-    def records(self) -> bool:
-        return True
 
     def on_step(self, report: StepReport) -> None:
         self._num_steps += 1
