@@ -19,7 +19,7 @@ import numpy as np
 import soundfile
 import yaml
 
-from starling.recipe.file import read_recipe
+from starling.recipe import read_recipe
 from starling.speech.check.findings import LIST
 from starling.speech.store import SpeechSet
 

@@ -12,7 +12,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from starling.launch import launcher, process
-from starling.launch.preloaded import preloading
+from starling.launch.process import preloading
 from tests import warm_start
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import pytest
 import soundfile
 import yaml
 
-from starling.recipe.file import merge, read_recipe
+from starling.recipe import merge, read_recipe
 from starling.speech.comparison import check_comparison
 from starling.speech.corpora import CorpusConfig, Utterance
 from starling.speech.recipe import check_recipe

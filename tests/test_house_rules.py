@@ -34,7 +34,7 @@ PICKLES_AMONG_OWN_PROCESSES = {
     "starling/speech/decoding/beam.py": "the processes of `evaluate --jobs`",
 }
 """Modules that start processes of their own, with which Python talks in pickles through inherited pipes."""
-PICKLES_ITSELF = {"starling/experiment/packing.py": "a job, for the learners of `starling.train`; see decision 0008"}
+PICKLES_ITSELF = {"starling/experiment/launching.py": "a job, for the learners of `starling.train`; see decision 0008"}
 """The one module that may call `pickle`: a launcher writes a file that only its own learners read."""
 EVALUATES = {"starling/experiment/replay.py": "an expression that the user gives on the command line, as `--watch`"}
 """The one module that may call `eval`: on nothing that came from a file or over a network."""

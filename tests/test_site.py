@@ -15,7 +15,7 @@ import starling
 from starling import cli
 from starling.configuration import Config, known_keys, owners
 from starling.errors import StarlingError
-from starling.recipe.file import SHIPPED, read_recipe
+from starling.recipe import SHIPPED, read_recipe
 from starling.speech.recipe import Recipe, check_recipe
 from starling.strategies import STRATEGIES
 from tests.sessions import run_to_end

@@ -171,8 +171,10 @@ class WarmPopen:
 
 
 def start(args: Sequence[str], **how: Any) -> "WarmPopen | subprocess.Popen[bytes]":
-    """A program; warm if it is a Python module, or Python code that stands in the command."""
-    return WarmPopen(args, **how) if args[1] in ("-m", "-c") else subprocess.Popen(args, **how)
+    """A program; warm if it is a learner: a Python module, or Python code that stands in the command, with an
+    environment of its own. The process that forks learners has none."""
+    is_learner = args[1] in ("-m", "-c") and "env" in how
+    return WarmPopen(args, **how) if is_learner else subprocess.Popen(args, **how)
 
 
 def of_a_launcher() -> dict[str, str]:

@@ -72,7 +72,7 @@ def join(
     experiment: Experiment, learners: Annotated[int, typer.Option(min=1, help="How many learners to add.")] = 1
 ) -> None:
     """Add learners to a running experiment. Lost learners are restarted first."""
-    from starling.experiment.running import join as join_experiment
+    from starling.experiment.following import join as join_experiment
 
     join_experiment(experiment, learners, typer.echo)
 
@@ -101,7 +101,7 @@ def storm(
     real: Annotated[bool, typer.Option("--real", help="Use real learners instead of a simulation.")] = False,
 ) -> None:
     """Train while learners are killed, paused, cut off and slow at random times, and print the goodput."""
-    from starling.experiment.storm import storm_recipe
+    from starling.experiment.simulate import storm_recipe
 
     settings = {"faults_per_hour": faults_per_hour, "pauses": pauses, "cuts_per_hour": cuts_per_hour, "away": away}
     where = recipe, overrides or (), typer.echo, progress_console()
@@ -144,18 +144,19 @@ def plan(
 
         typer.echo(page(), nl=False)
         return
-    from starling.experiment.planning import plan_model, plan_recipe
+    from starling.experiment.planning import plan_model, plan_recipe, show_plan
     from starling.experiment.task import load_recipe
 
     given: dict[str, Any] = {"preset": preset, "cluster": cluster, "price": price}
-    given |= {"learners": learners, "strategies": strategies, "explain": explain, "output": output}
+    given |= {"learners": learners, "strategies": strategies}
     if model is not None:
-        plan_model(model, hours, typer.echo, progress_console(), **given)
-        return
-    if recipe is None:
+        found = plan_model(model, hours, progress_console(), **given)
+    elif recipe is None:
         raise ConfigError("plan: name a recipe, such as demo, or ask for --published")
-    loaded = load_recipe(Path(recipe), overrides or (), command="starling plan")
-    plan_recipe(*loaded, typer.echo, progress_console(), profile=profile, **given)
+    else:
+        loaded = load_recipe(Path(recipe), overrides or (), command="starling plan")
+        found = plan_recipe(*loaded, progress_console(), profile=profile, **given)
+    show_plan(*found, typer.echo, explain, output)
 
 
 @app.command(epilog="Example: [bold]starling audit exp/demo[/bold]")
@@ -212,7 +213,7 @@ def status(
     """Show the state of a running experiment: each learner and what it waits for, losses, the newest checkpoint."""
     from rich.console import Console
 
-    from starling.experiment.running import status as show_status
+    from starling.experiment.following import status as show_status
 
     show_status(experiment, watch, Console())
 
@@ -299,7 +300,7 @@ def _options(kind: type["Config"]) -> Iterator[str]:
 def recipes(context: typer.Context) -> None:
     """List the recipes that come with Starling; commands accept their names."""
     if context.invoked_subcommand is None:
-        from starling.recipe.file import summaries
+        from starling.recipe import summaries
 
         found = summaries()
         width = max(map(len, found))
@@ -313,7 +314,7 @@ def copy(
     to: Annotated[Path, typer.Argument(metavar="TO", help="The folder to copy it to.")] = Path(),
 ) -> None:
     """Copy a recipe, and the recipes that it builds on, to a folder."""
-    from starling.recipe.file import copy_recipe
+    from starling.recipe import copy_recipe
 
     for path in copy_recipe(name, to):
         typer.echo(path)
@@ -348,7 +349,7 @@ def compare(
 
 def _listed(text: str | None) -> list[Any] | None:
     """Return the comma-separated values of an option, or None if the option is not given."""
-    from starling.recipe.file import parse_yaml
+    from starling.recipe import parse_yaml
 
     return None if text is None else [parse_yaml(each, "a list") for each in text.split(",")]
 

@@ -17,9 +17,8 @@ def rank_ordered_mean(vectors: Iterable[Tensor]) -> Tensor:
     """Return the mean of L vectors of the same shape. The vectors are added in the given order, with only one of them
     in memory at a time."""
     total, count = torch.empty(0), 0
-    for vector in vectors:
-        total = vector.clone() if count == 0 else total.add_(vector)
-        count += 1
+    for count, vector in enumerate(vectors, 1):
+        total = vector.clone() if count == 1 else total.add_(vector)
     return total.div_(count)
 
 
@@ -57,8 +56,5 @@ def consensus_distance(weights: Iterable[Tensor], mean: Tensor) -> float:
 
     Squares are summed in float64 for accuracy on large models. The result is non-finite if any weights are.
     """
-    total, count = 0.0, 0
-    for each in weights:
-        total += float(torch.linalg.vector_norm(each - mean, dtype=torch.float64)) ** 2
-        count += 1
-    return total / count
+    squares = [float(torch.linalg.vector_norm(each - mean, dtype=torch.float64)) ** 2 for each in weights]
+    return sum(squares) / len(squares)

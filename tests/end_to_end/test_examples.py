@@ -13,7 +13,7 @@ import yaml
 from starling.checkpoint.files import sort_key
 from starling.checkpoint.reader import checkpoints_in
 from starling.launch.rendezvous import REQUIRED
-from starling.recipe.file import apply_overrides, read_recipe
+from starling.recipe import apply_overrides, read_recipe
 from starling.recipe.run import LaunchConfig
 from tests.code_blocks import code_blocks
 from tests.sessions import run_to_end

@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from starling.checkpoint.reader import latest, load
+from starling.experiment.following import read_status
 from starling.experiment.record import read_seen
-from starling.experiment.running import read_status
 from tests.end_to_end.test_train import Tree, starling, written
 from tests.warm_start import WarmProgram
 

@@ -12,8 +12,7 @@ import psutil
 import pytest
 
 from starling.launch.link import VARIABLE
-from starling.launch.preloaded import Forked, Preloaded, preloading
-from starling.launch.process import LocalProcess, Program, start
+from starling.launch.process import Forked, LocalProcess, Preloaded, Program, preloading, start
 
 TELL = """
 import json, os, random, socket, sys

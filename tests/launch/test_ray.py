@@ -27,9 +27,9 @@ import starling
 from benchmarks.ray_cluster import RayCluster, ray_cluster
 from starling.checkpoint.reader import latest, load
 from starling.errors import ConfigError, MissingExtraError, StarlingError
+from starling.experiment.following import join
+from starling.experiment.following import status as show_status
 from starling.experiment.record import read_seen
-from starling.experiment.running import join
-from starling.experiment.running import status as show_status
 from starling.launch.messages import Status, decode_file
 from tests.launch.ray_job import BATCHES, EPOCHS, make_job
 

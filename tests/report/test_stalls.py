@@ -7,7 +7,7 @@ from pathlib import Path
 from starling.engines.processes.stalls import Stall
 from starling.launch.messages import Activity, Heartbeat, Reached
 from starling.launch.roster import Roster
-from starling.reporting.stalls import Stalls
+from starling.reporting.progress import Stalls
 
 BEAT = 0.5
 

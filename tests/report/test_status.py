@@ -11,7 +11,7 @@ from rich.console import Console
 
 from starling.engines.processes.stalls import Stall
 from starling.errors import ProtocolError
-from starling.experiment.running import describe, is_alive, learners_of
+from starling.experiment.following import describe, is_alive, learners_of
 from starling.launch.messages import Activity, Ended, Heartbeat, Reached, Status, decode_file, encode_file
 from starling.launch.roster import Roster
 from tests.report.steps import progress_of, step

@@ -22,7 +22,7 @@ from starling.engines.virtual.cluster import LinkModel
 from starling.errors import ConfigError
 from starling.experiment.auto import Choice, choice, kept, simulated_choice
 from starling.experiment.folder import ExperimentFolder
-from starling.experiment.planning import plan_recipe
+from starling.experiment.planning import plan_recipe, show_plan
 from starling.experiment.simulate import simulate_recipe
 from starling.predict import predict
 from starling.predict.costs import Validation, dump, facts_of
@@ -452,10 +452,9 @@ def test_a_plan_of_a_recipe_with_auto_compares_the_existing_strategies(
     validated = measured_profile().model_copy(update={"validation": Validation(error=error, against="two learners")})
     (tmp_path / "profile.yaml").write_text(dump(validated, ""))
     lines: list[str] = []
-    plan_recipe(
+    found = plan_recipe(
         SPEECH,
         check_recipe(tree | {"strategy": "auto"}, "r.yaml"),
-        lines.append,
         Console(file=io.StringIO()),
         profile=tmp_path / "profile.yaml",
         preset=None,
@@ -463,9 +462,8 @@ def test_a_plan_of_a_recipe_with_auto_compares_the_existing_strategies(
         learners="2",
         strategies=None,
         price=None,
-        explain=False,
-        output=tmp_path / "plan.csv",
     )
+    show_plan(*found, lines.append, False, tmp_path / "plan.csv")
     assert lines[0].startswith(first)
     assert f"predictions were at most {error:.0%} off" in " ".join(lines)
     table = (tmp_path / "plan.csv").read_text()

@@ -17,11 +17,10 @@ import starling.experiment.following
 from starling.engines.processes.stalls import Stall, Waits
 from starling.errors import ConfigError, DataError, NonFiniteError
 from starling.experiment.folder import ExperimentFolder
-from starling.experiment.following import Following, read_record, recorded
+from starling.experiment.following import Following, describe, is_alive, read_record, read_status, recorded
 from starling.experiment.learning import HeartbeatSource, beating
 from starling.experiment.observers import Recorder
 from starling.experiment.record import begin_segment
-from starling.experiment.running import describe, is_alive, read_status
 from starling.launch.messages import Activity, Ended, Heartbeat
 from starling.speech.recipe import Recipe, check_recipe
 from starling.workload import Position, Ticket

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from starling.errors import ConfigError
-from starling.recipe.file import parse_yaml, read_recipe
+from starling.recipe import parse_yaml, read_recipe
 from starling.speech.recipe import load_recipe
 from tests.computing import computing_below
 

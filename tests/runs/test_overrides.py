@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from starling.errors import ConfigError
-from starling.recipe.file import apply_overrides
+from starling.recipe import apply_overrides
 
 
 @pytest.mark.parametrize(

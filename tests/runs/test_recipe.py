@@ -9,7 +9,7 @@ import yaml
 
 from starling.errors import ConfigError
 from starling.experiment.launching import check_engine
-from starling.recipe.file import read_recipe
+from starling.recipe import read_recipe
 from starling.recipe.run import dump_recipe, recipe_digest
 from starling.speech.recipe import check_recipe, fingerprints, load_recipe
 from starling.training.speeds import Pause

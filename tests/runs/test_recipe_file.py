@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from starling.errors import ConfigError
-from starling.recipe.file import merge, parse_yaml, read_recipe
+from starling.recipe import merge, parse_yaml, read_recipe
 
 
 @pytest.mark.parametrize("text", ["1e-3", "1E-3", "1.e-3", ".1e-2", "+1e-3"])

@@ -224,7 +224,7 @@ def test_a_folder_that_is_not_an_experiment_is_one_error(tmp_path: Path) -> None
 def test_a_page_that_cannot_be_written_is_one_error(flock: Path, tmp_path: Path) -> None:
     """The error has the place, and what to do."""
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(ConfigError, match=r"page\.html: the report cannot be written .*--output"):
+    with pytest.raises(ConfigError, match=r"page\.html: cannot be written .*--output"):
         report(flock, tmp_path / "file" / "page.html")
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from starling.errors import ConfigError
-from starling.experiment.storm import storm, storm_recipe
+from starling.experiment.simulate import storm, storm_recipe
 from starling.training.faults import Join, Kill, Pause, Split
 from tests.runs.conftest import Tree
 

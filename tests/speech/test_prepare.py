@@ -14,7 +14,7 @@ from corpus_builders import RATE, replace_row, sound, write_table, write_wav
 from pydantic import ValidationError
 
 from starling.errors import ConfigError, DataError
-from starling.recipe.file import read_recipe
+from starling.recipe import read_recipe
 from starling.speech.audio import read_audio
 from starling.speech.corpora.synthetic import LANGUAGES
 from starling.speech.data import DataConfig, set_digest

@@ -8,16 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from starling.checkpoint.files import (
-    MANIFEST,
-    MODEL,
-    Manifest,
-    read_json,
-    read_manifest,
-    read_tensors,
-    sort_key,
-    verify,
-)
+from starling.checkpoint import files
 from starling.checkpoint.state import LearnerState, ShardState
 from starling.errors import CheckpointError
 from starling.strategies.islands import NO_ISLANDS, Island
@@ -31,12 +22,12 @@ class Checkpoint:
     """A complete checkpoint whose files were verified when it was loaded."""
 
     folder: Path
-    manifest: Manifest
+    manifest: files.Manifest
 
     @property
     def model_folder(self) -> Path:
         """The folder of the consensus model."""
-        return self.folder / MODEL
+        return self.folder / files.MODEL
 
     def learner(self, rank: int) -> LearnerState:
         """The saved state of learner `rank`. Raises CheckpointError if the checkpoint does not contain it."""
@@ -47,10 +38,10 @@ class Checkpoint:
             )
         for name in (f"learner-{rank}.safetensors", f"learner-{rank}.json"):
             if name not in self.manifest.files:
-                raise CheckpointError(f"{self.folder / MANIFEST} does not list {name}; use another checkpoint")
-        tensors = read_tensors(self.folder / f"learner-{rank}.safetensors")
+                raise CheckpointError(f"{self.folder / files.MANIFEST} does not list {name}; use another checkpoint")
+        tensors = files.read_tensors(self.folder / f"learner-{rank}.safetensors")
         path = self.folder / f"learner-{rank}.json"
-        scalars: dict[str, Any] = read_json(path)
+        scalars: dict[str, Any] = files.read_json(path)
         try:
             return LearnerState.decode(scalars, tensors)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -139,7 +130,7 @@ class Checkpoint:
         learner's copy."""
         found: dict[tuple[int, int], ShardState] = {}
         for rank in reversed(range(self.manifest.learners)):
-            scalars = read_json(self.folder / f"learner-{rank}.json")
+            scalars = files.read_json(self.folder / f"learner-{rank}.json")
             if isinstance(scalars, dict) and scalars.get("shards"):
                 found |= {(shard.start, shard.stop): shard for shard in self.learner(rank).shards}
         return found
@@ -156,7 +147,7 @@ class CheckpointInMemory(Checkpoint):
     def of(cls, states: Sequence[LearnerState]) -> CheckpointInMemory:
         """The checkpoint of all learners' states."""
         minutes = max(state.minutes for state in states)
-        return cls(Path(), Manifest.model_construct(learners=len(states), minutes=minutes), states)
+        return cls(Path(), files.Manifest.model_construct(learners=len(states), minutes=minutes), states)
 
     def learner(self, rank: int) -> LearnerState:
         return self.states[rank].copy()  # several learners may resume from it, and each changes its own
@@ -184,8 +175,8 @@ def _other_strategy(before: str, now: str) -> str:
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """The complete checkpoints in a folder, oldest first; other folders are ignored."""
-    found = [path for path in folder.glob("step-*") if sort_key(path.name) and (path / MANIFEST).is_file()]
-    return sorted(found, key=lambda path: (sort_key(path.name), path))
+    found = [path for path in folder.glob("step-*") if files.sort_key(path.name) and (path / files.MANIFEST).is_file()]
+    return sorted(found, key=lambda path: (files.sort_key(path.name), path))
 
 
 def load(folder: Path) -> Checkpoint:
@@ -197,7 +188,8 @@ def load(folder: Path) -> Checkpoint:
     try:
         return _load(folder)
     except CheckpointError as error:
-        older = [path for path in checkpoints_in(folder.parent) if sort_key(path.name) < sort_key(folder.name)]
+        own = files.sort_key(folder.name)
+        older = [path for path in checkpoints_in(folder.parent) if files.sort_key(path.name) < own]
         if not older:
             raise
         intact = next((path for path in reversed(older) if is_intact(path)), None)
@@ -217,8 +209,8 @@ def is_intact(folder: Path) -> bool:
 
 
 def _load(folder: Path) -> Checkpoint:
-    manifest = read_manifest(folder)
-    verify(folder, manifest)
+    manifest = files.read_manifest(folder)
+    files.verify(folder, manifest)
     return Checkpoint(folder, manifest)
 
 
@@ -227,7 +219,7 @@ def latest(experiment: Path) -> Path:
 
     Raises CheckpointError if there is none.
     """
-    if (experiment / MANIFEST).is_file():
+    if (experiment / files.MANIFEST).is_file():
         return experiment
     if not experiment.is_dir():
         raise CheckpointError(f"{experiment}: no such folder; give an experiment that `starling train` has written")
@@ -256,6 +248,6 @@ def newest_good(folder: Path, written: Path | None = None) -> Path | None:
 def is_finite(folder: Path) -> bool:
     """Whether every number in a checkpoint is finite; False if its manifest cannot be read."""
     try:
-        return read_manifest(folder).is_finite
+        return files.read_manifest(folder).is_finite
     except CheckpointError:
         return False

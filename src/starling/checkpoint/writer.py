@@ -23,22 +23,7 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor
 
-from starling.checkpoint.files import (
-    MANIFEST,
-    MODEL,
-    Manifest,
-    checkpoint_name,
-    listing,
-    partial_folder,
-    publish,
-    read_json,
-    read_tensors,
-    remove,
-    remove_part,
-    write_json,
-    write_tensors,
-    writing,
-)
+from starling.checkpoint import files
 from starling.checkpoint.reader import Checkpoint, load, surplus
 from starling.checkpoint.state import LearnerState, all_finite, buffers_in
 from starling.consensus import are_one_model, consensus, consensus_distance, rank_ordered_mean
@@ -71,21 +56,21 @@ class CheckpointWriter:
 
         The method does nothing if the checkpoint exists, for example if a resumed run ends without a new mini-batch.
         """
-        final = self.folder / checkpoint_name(state.position)
+        final = self.folder / files.checkpoint_name(state.position)
         if final.exists():
             return None
-        partial = partial_folder(final)
+        partial = files.partial_folder(final)
         num_parts = state.shard_of_island.cut.size if state.shard_of_island else 1
         model_bytes = num_parts * state.weights.nbytes + sum(buffer.nbytes for buffer in state.buffers.values())
         scalars, tensors = state.encode()
         needed = model_bytes + sum(tensor.nbytes for tensor in tensors.values())
-        with writing(final, needed, lambda: remove_part(partial, state.rank)):
+        with files.writing(final, needed, lambda: files.remove_part(partial, state.rank)):
             partial.mkdir(parents=True, exist_ok=True)
-            write_tensors(partial / f"learner-{state.rank}.safetensors", tensors)
-            write_json(partial / f"learner-{state.rank}.json", scalars)
+            files.write_tensors(partial / f"learner-{state.rank}.safetensors", tensors)
+            files.write_json(partial / f"learner-{state.rank}.json", scalars)
         if self.arrive(final.name) < state.world:
             return None
-        with writing(final, model_bytes, lambda: shutil.rmtree(partial, ignore_errors=True)):
+        with files.writing(final, model_bytes, lambda: shutil.rmtree(partial, ignore_errors=True)):
             paths = [partial / f"learner-{rank}.safetensors" for rank in range(state.world)]
             missing = [path.name for path in paths if not path.is_file()]
             if missing:
@@ -98,11 +83,11 @@ class CheckpointWriter:
     def save_consensus(self, states: Sequence[LearnerState]) -> Checkpoint:
         """Write a checkpoint that contains only the consensus model of `states`. Such a checkpoint cannot be
         resumed."""
-        final = self.folder / checkpoint_name(states[0].position)
+        final = self.folder / files.checkpoint_name(states[0].position)
         if final.exists():
             return load(final)
-        partial = partial_folder(final)
-        with writing(final, states[0].weights.nbytes, lambda: shutil.rmtree(partial, ignore_errors=True)):
+        partial = files.partial_folder(final)
+        with files.writing(final, states[0].weights.nbytes, lambda: shutil.rmtree(partial, ignore_errors=True)):
             partial.mkdir(parents=True, exist_ok=True)
             return self._complete(final, states, states[0], num_saved=0)
 
@@ -115,7 +100,7 @@ class CheckpointWriter:
     ) -> Checkpoint:
         """Add the consensus model and the manifest, and publish the checkpoint, which contains the states of
         `num_saved` learners. `own` is one of the states."""
-        partial, shard = partial_folder(final), own.shard_of_island
+        partial, shard = files.partial_folder(final), own.shard_of_island
         size = 1 if shard is None else shard.cut.size
         parts, distance = [], 0.0
         for member in range(size):
@@ -127,8 +112,8 @@ class CheckpointWriter:
             parts.append(part)
         weights = parts[0] if shard is None else shard.cut.whole(parts)
         buffers = mean_of_buffers([each.buffers for each in states if each.is_worker]) if own.buffers else {}
-        self.write_model(partial / MODEL, weights, buffers)
-        manifest = Manifest(
+        self.write_model(partial / files.MODEL, weights, buffers)
+        manifest = files.Manifest(
             starling=version("starling-asr"),
             fingerprints=self.fingerprints,
             world=own.world,
@@ -142,12 +127,12 @@ class CheckpointWriter:
             is_finite=math.isfinite(distance)
             and all_finite([weights, *buffers.values()])
             and all(each.is_finite for each in states if isinstance(each, _Saved)),
-            files=listing(partial),
+            files=files.listing(partial),
         ).with_digest()
-        write_json(partial / MANIFEST, manifest.model_dump(mode="json"))
-        publish(partial, final)
+        files.write_json(partial / files.MANIFEST, manifest.model_dump(mode="json"))
+        files.publish(partial, final)
         for old in surplus(self.folder, self.keep, final):
-            remove(old)
+            files.remove(old)
         return Checkpoint(final, manifest)
 
 
@@ -202,7 +187,7 @@ class _Saved:
     """The state of a learner as stored in its files. Only the requested tensors are read."""
 
     def __init__(self, path: Path) -> None:
-        scalars = read_json(path.with_suffix(".json"))
+        scalars = files.read_json(path.with_suffix(".json"))
         self._path = path
         self.minutes = float(scalars["minutes"])
         self.is_worker, self.is_finite = bool(scalars["is_worker"]), bool(scalars["is_finite"])
@@ -216,7 +201,7 @@ class _Saved:
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        return buffers_in(read_tensors(self._path))
+        return buffers_in(files.read_tensors(self._path))
 
 
 def _check_one_model(final: Path, weights: Iterable[Tensor], size: int = 1, member: int = 0) -> None:

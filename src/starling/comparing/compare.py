@@ -34,14 +34,14 @@ from starling.engines.virtual.engine import VirtualEngine
 from starling.errors import ConfigError, NonFiniteError, StarlingError, Stopped, require
 from starling.events import read_events
 from starling.experiment.claim import describe_environment
-from starling.experiment.packing import refuse_if_importing
+from starling.experiment.launching import refuse_if_importing
 from starling.experiment.record import read_timeline
 from starling.experiment.simulate import Simulated
 from starling.experiment.task import task_of
 from starling.experiment.train import train_quietly
 from starling.files import writing
 from starling.launch.messages import Stretch
-from starling.recipe.file import Tree, apply_overrides, read_recipe
+from starling.recipe import Tree, apply_overrides, read_recipe
 from starling.reporting.epochs import SPENT, Tally, mean_staleness, merged, share
 from starling.reporting.progress import Bars, Say, say_on
 from starling.training.job import EpochReport, Job, Observer, StepReport

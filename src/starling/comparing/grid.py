@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from starling.configuration import Config, describe
 from starling.errors import DataError, did_you_mean
 from starling.files import replace_file
-from starling.recipe.file import Tree
+from starling.recipe import Tree
 from starling.recipe.run import Learners, StrategyChoice
 
 Seconds = float

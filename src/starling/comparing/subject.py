@@ -12,11 +12,12 @@ import yaml
 from torch import nn
 from torch.optim import Optimizer
 
+from starling.chance import one_thread
 from starling.comparing.grid import Cell, CompareConfig, Metric, Row
 from starling.configuration import digest, refused
 from starling.engines.virtual.cluster import Cluster
 from starling.errors import ConfigError, did_you_mean
-from starling.recipe.file import Tree
+from starling.recipe import Tree
 from starling.recipe.run import strategy_problems
 from starling.reporting.progress import Bars, Say
 from starling.training.data import DataWorkload
@@ -181,19 +182,16 @@ class JobSubject:
 
     def _probe(self, seed: int) -> str:
         job = self._job(seed)
-        workload, model, threads = job.workload, job.workload.make_model(), torch.get_num_threads()
+        workload, model = job.workload, job.workload.make_model()
         state = hashlib.sha256()
         for name, value in model.state_dict().items():
             state.update(name.encode() + value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         optimizer = job.make_optimizer(list(model.parameters()))
-        torch.set_num_threads(1)  # sums must not depend on the number of threads
-        try:
+        with one_thread():
             with torch.random.fork_rng(devices=()):
                 torch.manual_seed(seed)
                 losses = [float(workload.loss(model, each).detach()) for each in workload.load(Ticket(0, 0, 0))]
             scores = self._scores(workload.make_model())
-        finally:
-            torch.set_num_threads(threads)
         first = [workload.num_batches(0), losses, scores, type(optimizer).__name__, repr(optimizer.defaults)]
         return digest([state.hexdigest(), first])
 

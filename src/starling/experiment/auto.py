@@ -22,8 +22,7 @@ from starling.engines.processes.place import Place, choose_device
 from starling.engines.virtual.cluster import Cluster
 from starling.errors import ConfigError
 from starling.experiment.folder import ExperimentFolder
-from starling.experiment.launching import machines_of
-from starling.experiment.packing import packed_command
+from starling.experiment.launching import machines_of, packed_command
 from starling.experiment.task import RunT, Task
 from starling.files import replace_file, writing
 from starling.launch.joiners import Changes
@@ -32,7 +31,7 @@ from starling.predict.costs import Costs, facts_of
 from starling.predict.measure import Allowance, Figures, Measuring, bare, costs_of
 from starling.predict.plan import TIE, Decision, choose, gigabits
 from starling.predict.predict import LIKE, LONGER, Arm, Machines, Seconds
-from starling.recipe.file import parse_yaml
+from starling.recipe import parse_yaml
 from starling.recipe.run import CANDIDATES, AutoOptions, RunConfig, StrategyChoice, dump_recipe
 from starling.reporting.epochs import mean_staleness
 from starling.reporting.progress import Say

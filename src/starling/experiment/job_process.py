@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from starling.experiment.auto import measured_choice
+from starling.experiment.launching import unpack
 from starling.experiment.learning import learn
-from starling.experiment.packing import unpack
 from starling.experiment.train import GivenJob
 from starling.launch.link import Link, reported_errors
 from starling.launch.rendezvous import find_place

@@ -23,16 +23,14 @@ from starling.engines.processes.stalls import Stall, Waits
 from starling.errors import PeerLost
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.observers import Listener, Log, Paced, Recorder, Saver, Skips, Together, save_choice
-from starling.experiment.record import begin_segment, segments
-from starling.experiment.recorded import job_as_recorded, script_to_follow
+from starling.experiment.record import begin_segment, job_as_recorded, script_to_follow, segments
 from starling.experiment.task import RunT, Task
 from starling.launch.link import Link
 from starling.launch.messages import Ended, Heartbeat, LearnerMessage, Said
 from starling.launch.rendezvous import find_membership, joins, save_requests_of
 from starling.recipe.run import RunConfig, recipe_digest
 from starling.reporting.metrics import Curves
-from starling.reporting.progress import say_on
-from starling.reporting.stalls import TIMES_AS_LONG, own_line, resumed_line
+from starling.reporting.progress import TIMES_AS_LONG, own_line, resumed_line, say_on
 from starling.timeouts import CURVES_EVERY, HEARTBEAT_EVERY, LOG_EVERY, SEND_EVERY, SHORT_WAIT, Seconds
 from starling.training.job import Job
 from starling.training.membership import Membership, MembershipObserver

@@ -97,6 +97,8 @@ class Recorder(Observer):
         clock: The time of day, by which learners are brought in line; None on a simulated clock, where all have one.
     """
 
+    records = True
+
     def __init__(
         self,
         segment: Path,
@@ -122,10 +124,6 @@ class Recorder(Observer):
         """Return the number of steps that would now be lost with a learner."""
         counter = self._learners[learner].unshared if learner in self._learners else None
         return counter.count if counter is not None else 0.0
-
-    @property
-    def records(self) -> bool:
-        return True
 
     def on_event(self, rank: int, kind: str, **fields: Any) -> None:
         self._stream_of(rank).append(kind, **fields)

@@ -165,18 +165,9 @@ def profile_recipe(task: Task[RecipeT], recipe: RecipeT, output: Path, tell: Say
 
 
 def plan_recipe(
-    task: Task[RecipeT],
-    recipe: RecipeT,
-    tell: Say,
-    console: Console,
-    *,
-    learners: str | None,
-    strategies: str | None,
-    explain: bool,
-    output: Path | None,
-    **given: Any,
-) -> None:
-    """Print the plan of a recipe's job, and write its table to `output`. `given` are further arguments of `plan`."""
+    task: Task[RecipeT], recipe: RecipeT, console: Console, learners: str | None, strategies: str | None, **given: Any
+) -> tuple[Plan, Budget]:
+    """The plan of a recipe's job, and its budget. `given` are further arguments of `plan`."""
     numbers = [recipe.learners] if learners is None else _numbers(learners)
     needs_job = given["preset"] is not None or recipe.island.size > 1  # otherwise a profile has what a plan needs
     own = _job_of(task, recipe, say_on(console)) if needs_job else nullcontext()
@@ -192,23 +183,14 @@ def plan_recipe(
         )
     if not strategies:
         found = replace(found, notes=(NO_PERIODIC, *found.notes))
-    _show(found, recipe.budget, tell, explain, output)
+    return found, recipe.budget
 
 
 def plan_model(
-    model: str,
-    hours: float,
-    tell: Say,
-    console: Console,
-    *,
-    learners: str | None,
-    strategies: str | None,
-    explain: bool,
-    output: Path | None,
-    **given: Any,
-) -> None:
-    """Print the plan of a published model for `hours` hours of speech, without a corpus. `given` are further arguments
-    of `plan`. Raises `ConfigError` if the model is unknown."""
+    model: str, hours: float, console: Console, learners: str | None, strategies: str | None, **given: Any
+) -> tuple[Plan, Budget]:
+    """The plan of a published model for `hours` hours of speech, without a corpus, and its budget. `given` are further
+    arguments of `plan`. Raises `ConfigError` if the model is unknown."""
     if model != "ibm":
         raise ConfigError(f"--model: {model!r} is unknown; the only published model is ibm, SWB2000's acoustic model")
     named: Sequence[str | Mapping[str, Any]] = strategies.split(",") if strategies else PUBLISHED
@@ -217,10 +199,10 @@ def plan_model(
     with console.status("simulating"):
         job = job_of(hours=hours)
         found = plan(job, learners=numbers, strategies=named, budget=budget, crossings=False, **given)
-    _show(found, budget, tell, explain, output)
+    return found, budget
 
 
-def _show(found: Plan, budget: Budget, tell: Say, explain: bool, output: Path | None) -> None:
+def show_plan(found: Plan, budget: Budget, tell: Say, explain: bool, output: Path | None) -> None:
     """Print a plan, and write its table to `output`."""
     is_trusted = found.error is None or found.error <= POOR
     tell(f"recommended: {found.recommended}" if is_trusted else NO_RECOMMENDATION)

@@ -29,10 +29,9 @@ from starling.engines.virtual.engine import Outcome
 from starling.engines.virtual.replay import Moment, RecordEnded, ReplayEngine, ReplayStopped
 from starling.errors import ConfigError, ReplayError
 from starling.experiment.folder import ExperimentFolder, existing
-from starling.experiment.record import RECIPE
-from starling.experiment.recorded import Run, check_job, read_runs
+from starling.experiment.record import RECIPE, Run, check_strategy, read_runs
 from starling.experiment.task import task_of
-from starling.recipe.file import apply_overrides, read_recipe
+from starling.recipe import apply_overrides, read_recipe
 from starling.reporting.metrics import Curves
 from starling.reporting.progress import Bars
 from starling.training.flat import FlatModel
@@ -77,22 +76,16 @@ class States(Observer):
     """Observer that keeps the hashes of the states that a record contains, and the states at the position `wanted`,
     from which the next run resumes."""
 
+    records, saves = True, False
+
     def __init__(self, saves: bool, wanted: Position | None, told: Callable[[int], object]) -> None:
-        self._saves, self._wanted, self._told, self._num_steps = saves, wanted, told, 0
+        self.saves, self._wanted, self._told, self._num_steps = saves, wanted, told, 0
         self.losses: dict[int, list[float]] = defaultdict(list)
         """Losses of the mini-batches, by epoch."""
         self.found: dict[tuple[int, int], list[tuple[int, str]]] = defaultdict(list)
         """Number of steps and hash of each state, by membership and learner."""
         self._kept: dict[int, dict[int, list[LearnerState]]] = defaultdict(lambda: defaultdict(list))
         self._number = 0
-
-    @property
-    def saves(self) -> bool:
-        return self._saves
-
-    @property
-    def records(self) -> bool:
-        return True
 
     def on_step(self, report: StepReport) -> None:
         self._num_steps += 1
@@ -190,7 +183,7 @@ def replay_runs(
     difference: float | None = None
     for run, following in zip(runs, [*runs[1:], None], strict=True):
         job = job_of(run)
-        check_job(job)
+        check_strategy(job.strategy.name, job.island)
         before, wanted = done, None if following is None else following.plan.position
 
         def told(number: int, before: int = before) -> None:
@@ -389,14 +382,10 @@ def _as_recorded(scripts: Sequence[Script]) -> Generator[None, None, None]:
     """Return a context in which this process computes in the same way as the learners did. Raises ReplayError if this
     is impossible."""
     threads = torch.get_num_threads()
-    for script in scripts:
-        torch.set_num_threads(int(script.arithmetic["threads"]))
-        try:
-            script.check_arithmetic(torch.device("cpu"))
-        except ReplayError:
-            torch.set_num_threads(threads)
-            raise
     try:
+        for script in scripts:
+            torch.set_num_threads(int(script.arithmetic["threads"]))
+            script.check_arithmetic(torch.device("cpu"))
         yield
     finally:
         torch.set_num_threads(threads)

@@ -19,9 +19,9 @@ from starling.events import Event, read_events
 from starling.experiment.folder import ExperimentFolder, existing
 from starling.experiment.record import read_timeline
 from starling.experiment.task import task_of
-from starling.files import replace_file
+from starling.files import replace_file, writing
 from starling.launch.messages import Status, Stretch, decode_file
-from starling.recipe.file import Tree, read_recipe
+from starling.recipe import Tree, read_recipe
 from starling.reporting.epochs import merged
 from starling.reporting.evidence import CurvePoint, Evidence, ScoredSet, Section, is_number, newest
 from starling.strategies import STRATEGIES
@@ -74,13 +74,9 @@ def report(experiments: Path | str | Sequence[Path | str], output: Path | str | 
         comparison = _read_comparison(path)
         found += _rows_of(path, label, comparison) if comparison else (collect(existing(path), label),)
     text = render(found, time.strftime("%Y-%m-%d %H:%M"))
-    try:
+    with writing(page, "give another place with --output"):
         page.parent.mkdir(parents=True, exist_ok=True)
         replace_file(page, text)
-    except OSError as error:
-        raise ConfigError(
-            f"{page}: the report cannot be written ({error}); give another place with --output"
-        ) from error
     return Report(page, found)
 
 

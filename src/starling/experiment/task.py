@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 from starling.configuration import checked, digest
 from starling.errors import ConfigError
 from starling.experiment.folder import ExperimentFolder
-from starling.recipe.file import Tree, apply_overrides, read_recipe
+from starling.recipe import Tree, apply_overrides, read_recipe
 from starling.recipe.run import RecipeConfig, RunConfig
 from starling.registry import Registry
 from starling.workload import Ticket, Workload

@@ -17,18 +17,17 @@ from starling.checkpoint.reader import latest
 from starling.configuration import checked
 from starling.engines.processes.place import cores_here
 from starling.errors import PeerLost, Stopped
+from starling.experiment import launching
 from starling.experiment.auto import kept, launched_choice, measured_choice, settled
 from starling.experiment.claim import resolve_resume, set_up_and_claim
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.following import Following, recorded
-from starling.experiment.launching import check_engine, crowding_warning, resumable, run_learners
 from starling.experiment.learning import learn
-from starling.experiment.packing import pack, packed_command, refuse_if_importing
 from starling.experiment.task import OF_BOTH, RunT, Task, load_recipe, settings_of
 from starling.launch.link import Link, reported_errors
 from starling.launch.process import signal_name
 from starling.launch.rendezvous import find_place, is_first, is_learner, number_of_learners
-from starling.recipe.file import apply_overrides, read_recipe
+from starling.recipe import apply_overrides, read_recipe
 from starling.recipe.run import EngineConfig, RunConfig
 from starling.reporting.progress import Bars, Say, say_on
 from starling.strategies import name_of
@@ -62,13 +61,13 @@ def run_training(task: Task[RunT], recipe: RunT, tell: Say, console: Console) ->
     Scores are passed to `tell`; everything else is printed on `console`.
     """
     say, folder = say_on(console), ExperimentFolder(recipe.folder)
-    if recipe.launch.kind == "local" and (line := crowding_warning(recipe.learners, cores_here())):
+    if recipe.launch.kind == "local" and (line := launching.crowding_warning(recipe.learners, cores_here())):
         say(line)
     recipe = _set_up(task, recipe, say, console)
     choose = partial(launched_choice, recipe, folder, say)
     recipe = settled(task, recipe, folder, recipe.learners, say, choose)
     with recorded(recipe, folder, say) as events, Following(recipe, folder, console, events) as following:
-        run_learners(task, recipe, folder, console, following)
+        launching.run_learners(task, recipe, folder, console, following)
         following.end_training()
         if recipe.follow is not None:
             say(f"learners kept to the order of {recipe.follow}: their states have its weights, bit for bit")
@@ -97,11 +96,11 @@ def train_as_learner(task: Task[RunT], recipe: RunT, link: Link | None, tell: Sa
         stopped_by = learn(task, recipe, place, link)
     except PeerLost as error:
         if link is None:
-            resumable(error, folder, task.how_to_resume(folder))
+            launching.resumable(error, folder, task.how_to_resume(folder))
         raise
     if link is None and stopped_by is not None:
         stopped = Stopped(f"stopped by {signal_name(stopped_by)}", stopped_by, has_saved=True)
-        raise resumable(stopped, folder, task.how_to_resume(folder))
+        raise launching.resumable(stopped, folder, task.how_to_resume(folder))
     if link is None and place.rank == 0 and (verdict := task.score(recipe, folder, tell, console)):
         say_on(console)(verdict)
     return recipe
@@ -111,7 +110,7 @@ def _set_up(task: Task[RunT], recipe: RunT, say: Say, console: Console) -> RunT:
     """Check the requirements of a run, set it up, and claim its folder. Return the recipe with the checkpoint from
     which the run resumes."""
     recipe = kept(resolve_resume(task, recipe), say)
-    check_engine(recipe)
+    launching.check_engine(recipe)
     with Bars(console) as bars:
         set_up_and_claim(task, recipe, say, bars)
     return recipe
@@ -192,7 +191,7 @@ def train(
         >>> trained = starling.train(job, learners=4, strategy="adpsgd", name="digits")  # doctest: +SKIP
         >>> model = trained.model()  # doctest: +SKIP
     """
-    refuse_if_importing("starling.train")
+    launching.refuse_if_importing("starling.train")
     own = between_islands(job.strategy, NO_ISLANDS)
     given = {
         **{key: getattr(job, key) for key in OF_BOTH},
@@ -242,10 +241,10 @@ class GivenJob(Task[RunConfig]):
     def set_up(self, recipe: RunConfig, folder: ExperimentFolder, say: Say, bars: Bars | None = None) -> None:
         """Check that the job can be sent to learners. Raises ConfigError if not."""
         if not is_learner():
-            pack(self.job, recipe)
+            launching.pack(self.job, recipe)
 
     def learner_command(self, recipe: RunConfig, folder: ExperimentFolder) -> AbstractContextManager[list[str]]:
-        return packed_command(self.job, recipe, folder)
+        return launching.packed_command(self.job, recipe, folder)
 
     def how_to_resume(self, folder: ExperimentFolder) -> str:
         return f"starling.train(job, ..., resume={str(folder.path)!r})"

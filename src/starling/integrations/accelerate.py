@@ -1,6 +1,5 @@
 """accelerate: `StarlingSGD` in place of its `LocalSGD` trains with any of Starling's strategies."""
 
-from types import TracebackType
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -94,9 +93,7 @@ class StarlingSGD:
                 self._set(distributed_type=DistributedType.NO)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self._host.leave(error)
             return

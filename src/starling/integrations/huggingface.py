@@ -21,13 +21,8 @@ from starling.launch.sharing import SharedSampler
 
 require("huggingface", "starling.integrations.huggingface")
 
-from transformers import (  # noqa: E402 - after `require`, whose error names the extra
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+# after `require`, whose error names the extra
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments  # noqa: E402
 
 _SAMPLER = "SharedSampler"
 """Key of the sampler in the state that the Trainer saves."""
@@ -212,18 +207,14 @@ class _Follow(TrainerCallback):  # type: ignore[misc]
     def __init__(self, trainer: StarlingTrainer) -> None:
         self._trainer, self._num_steps = trainer, 0
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
-    ) -> None:
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._num_steps = state.global_step
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Let the first survivor save if learner 0 has been lost."""
         args.__dict__["_rank"] = self._trainer._host.rank(args.process_index)
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
-    ) -> None:
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """End the epoch for all learners, however many of its samples this one got: perhaps none."""
         if self._trainer._sampler is None:
             return

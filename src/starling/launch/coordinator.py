@@ -23,7 +23,6 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from subprocess import DEVNULL, Popen
-from typing import TYPE_CHECKING
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
@@ -40,10 +39,6 @@ from starling.launch.process import LearnerProcess
 from starling.launch.roster import LearnerRecord, LearnerState, Roster, Switchboard
 from starling.timeouts import DOOR, READ
 from starling.training.membership import Membership, MembershipFeed
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
 
 Seconds = float
 LINK = "coordinator/link"
@@ -159,11 +154,9 @@ def listen(address: str, port: int) -> socket.socket:
     return socket.create_server((address, port), backlog=128)
 
 
-def store_at(listener: socket.socket, address: str) -> "TCPStore":
+def store_at(listener: socket.socket, address: str) -> TCPStore:
     """Return a store that accepts connections at `listener`. This process reaches the listener at `address`. Passing a
     socket is the only way to keep a store off other interfaces."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
     port, copy = int(listener.getsockname()[1]), os.dup(listener.fileno())
     return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=copy)
 

@@ -94,7 +94,11 @@ def join(
     check_loop(model, joined := as_one(optimizer))
     chosen = strategy if isinstance(strategy, Strategy) else find_strategy(strategy)
     own = checked(chosen.options, options, chosen.name)
-    _check(joined, chosen, own, timeout_seconds, most_not_finite, on_loss)
+    _check(joined, chosen, own, on_loss)
+    if not timeout_seconds > 0.0:
+        raise ConfigError(f"timeout_seconds: must be positive, got {timeout_seconds}")
+    if most_not_finite < 1:
+        raise ConfigError(f"most_not_finite: must be at least 1, got {most_not_finite}")
     if is_learner() and dist.is_initialized():
         raise ConfigError(
             "torch.distributed already has a process group: remove your call of init_process_group, because "
@@ -127,16 +131,9 @@ def join(
     return JoinedLearner(root, model, joined, chosen, own, seed, most_not_finite, files)
 
 
-def _check(
-    optimizer: Optimizer,
-    strategy: Strategy,
-    options: Config,
-    timeout_seconds: float,
-    most_not_finite: int,
-    on_loss: str,
-) -> None:
-    """Raise `ConfigError` for arguments of `join` that are out of range or do not suit the strategy. For example,
-    servers cannot make the steps of some optimizers, and some optimizers cannot step in shared memory."""
+def _check(optimizer: Optimizer, strategy: Strategy, options: Config, on_loss: str) -> None:
+    """Raise `ConfigError` for arguments of `join` that do not suit the strategy. For example, servers cannot make the
+    steps of some optimizers, and some optimizers cannot step in shared memory."""
     for member in members_of(optimizer) if strategy.is_served or not strategy.steps_itself else ():
         kind = type(member).__name__
         if callable(getattr(member, "train", None)) and callable(getattr(member, "eval", None)):
@@ -154,10 +151,6 @@ def _check(
         raise ConfigError(
             "optimizer_state: several optimizers have no common state to average; leave it out, or join with one"
         )
-    if not timeout_seconds > 0.0:
-        raise ConfigError(f"timeout_seconds: must be positive, got {timeout_seconds}")
-    if most_not_finite < 1:
-        raise ConfigError(f"most_not_finite: must be at least 1, got {most_not_finite}")
     if on_loss not in ("stop", "continue"):
         raise ConfigError(f"on_loss: must be 'stop' or 'continue', got {on_loss!r}")
     if on_loss == "continue" and not (strategy.is_served or type(strategy).survivors is Strategy.survivors):
@@ -239,9 +232,8 @@ def newest_place() -> Place:
 
 
 def _connected(timeout_seconds: float) -> "CoordinatorFeed":
-    from starling.launch.coordinator import (
-        connect,  # only loops that survive losses need it, and the launcher's messages
-    )
+    # only loops that survive losses need it, and the launcher's messages
+    from starling.launch.coordinator import connect
 
     return connect(timeout_seconds, _places[0].store if _places else None)
 

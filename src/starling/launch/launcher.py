@@ -17,7 +17,6 @@ from starling.errors import ConfigError, PeerLost, StarlingError, Stopped
 from starling.launch.coordinator import listen, store_at
 from starling.launch.joiners import Changes, Joiners
 from starling.launch.messages import LearnerMessage, Signalled, Stop
-from starling.launch.preloaded import preloading
 from starling.launch.process import (
     LearnerProcess,
     Machines,
@@ -27,6 +26,7 @@ from starling.launch.process import (
     end_loaders,
     end_now,
     on_stop_signal,
+    preloading,
     scratch_folder,
     signal_name,
     start,

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache, reduce
 from operator import or_
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
 
 from pydantic import ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
@@ -32,15 +32,17 @@ _SHOWN = 120
 """Number of bytes of an invalid message that its error shows."""
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
 class _Message:
     __pydantic_config__ = _STRICT
 
     def __init_subclass__(cls, kind: str = "") -> None:
-        """Add a last field, `kind`, to a message that is sent over a socket. The other end uses it to recognise the
-        class of the message."""
+        """Make the class a frozen dataclass. A message that is sent over a socket has a last field, `kind`, by which
+        the other end recognises the class of the message."""
         if kind:
             cls.__annotations__["kind"] = Literal[kind]
             cls.kind = field(default=kind, kw_only=True)  # type: ignore[attr-defined]
+        dataclass(frozen=True)(cls)
 
 
 class LearnerMessage(_Message):
@@ -54,7 +56,6 @@ class LauncherMessage(_Message):
 # From a learner to its launcher
 
 
-@dataclass(frozen=True)
 class Heartbeat(LearnerMessage, kind="heartbeat"):
     """The learner's process is running."""
 
@@ -66,7 +67,6 @@ class Heartbeat(LearnerMessage, kind="heartbeat"):
     """Number of the learner's mini-batches whose effect would be lost with it, because no other learner has it."""
 
 
-@dataclass(frozen=True)
 class Hello(LearnerMessage, kind="hello"):
     """The first message over a new connection to the launcher or the coordinator."""
 
@@ -78,7 +78,6 @@ class Hello(LearnerMessage, kind="hello"):
     """Proof that the sender knows the run token, computed over the random number of the other side."""
 
 
-@dataclass(frozen=True)
 class Reached(LearnerMessage, kind="reached"):
     """The learner has reached a stage on its way into a membership."""
 
@@ -89,19 +88,16 @@ class Reached(LearnerMessage, kind="reached"):
     """Generation of the membership; -1 if the learner waits for its first one."""
 
 
-@dataclass(frozen=True)
 class CanStop(LearnerMessage, kind="can-stop"):
     """The learner is now able to save and end together with the others on a stop request."""
 
 
-@dataclass(frozen=True)
 class Signalled(LearnerMessage, kind="signalled"):
     """The learner itself received a signal to stop."""
 
     signal_number: int
 
 
-@dataclass(frozen=True)
 class Failed(LearnerMessage, kind="failed"):
     """An error ends the learner."""
 
@@ -110,7 +106,6 @@ class Failed(LearnerMessage, kind="failed"):
     text: str
 
 
-@dataclass(frozen=True)
 class Ended(LearnerMessage, kind="ended"):
     """The learner's training is done."""
 
@@ -185,7 +180,6 @@ class Stretch:
 _SUMMED = tuple(each.name for each in fields(Stretch) if each.name not in ("learner", "end", "step"))
 
 
-@dataclass(frozen=True)
 class Progress(LearnerMessage, kind="progress"):
     """A learner's progress. The learner sends it from time to time, and at the end of each epoch."""
 
@@ -212,7 +206,6 @@ class Progress(LearnerMessage, kind="progress"):
     """(1/L) sum_l |w_l - mean|^2 at the epoch's end; None if unknown."""
 
 
-@dataclass(frozen=True)
 class Saved(LearnerMessage, kind="saved"):
     """A checkpoint is complete."""
 
@@ -222,21 +215,18 @@ class Saved(LearnerMessage, kind="saved"):
     consensus_distance: float | None = None
 
 
-@dataclass(frozen=True)
 class ModelSaved(LearnerMessage, kind="model-saved"):
     """The files from which the consensus model is computed are complete, so that the launcher may score it."""
 
     folder: str
 
 
-@dataclass(frozen=True)
 class Said(LearnerMessage, kind="said"):
     """A line that the launcher prints."""
 
     line: str
 
 
-@dataclass(frozen=True)
 class Activity(LearnerMessage, kind="activity"):
     """The activity of a learner's program, and values that it reports to the program that called `launch`."""
 
@@ -249,21 +239,18 @@ class Activity(LearnerMessage, kind="activity"):
 # From a launcher to its learners
 
 
-@dataclass(frozen=True)
 class NewMembership(LauncherMessage, kind="membership"):
     """A new membership replaces the present one."""
 
     membership: Membership
 
 
-@dataclass(frozen=True)
 class Stop(LauncherMessage, kind="stop"):
     """Save a checkpoint together with the others, and end."""
 
     signal_number: int
 
 
-@dataclass(frozen=True)
 class Greeted(LauncherMessage, kind="greeted"):
     """The answer to a `Hello` message."""
 
@@ -276,7 +263,6 @@ class Greeted(LauncherMessage, kind="greeted"):
 # Between `starling join` and a launcher
 
 
-@dataclass(frozen=True)
 class JoinRequest(_Message):
     """A request for more learners."""
 
@@ -286,7 +272,6 @@ class JoinRequest(_Message):
     """Identifier that is part of the file's name."""
 
 
-@dataclass(frozen=True)
 class JoinAnswer(_Message):
     """The outcome of a join request."""
 
@@ -303,7 +288,6 @@ class JoinAnswer(_Message):
 # From a launcher to `starling status`
 
 
-@dataclass(frozen=True)
 class LearnerStatus(_Message):
     """The status of one learner."""
 
@@ -324,7 +308,6 @@ class LearnerStatus(_Message):
     node."""
 
 
-@dataclass(frozen=True)
 class Status(_Message):
     """The state of a run. `began` and `written` are Unix timestamps."""
 

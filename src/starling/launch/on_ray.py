@@ -33,16 +33,7 @@ from starling.errors import ConfigError, ProtocolError, StarlingError, require
 from starling.launch.launcher import loopback_store
 from starling.launch.link import ORPHANED, knock, letting_in
 from starling.launch.messages import Greeted, encode
-from starling.launch.process import (
-    STOP_SIGNALS,
-    LearnerProcess,
-    LocalProcess,
-    Program,
-    Site,
-    end_loaders,
-    scratch_folder,
-    start,
-)
+from starling.launch.process import STOP_SIGNALS, LearnerProcess, Program, Site, end_loaders, scratch_folder, start
 from starling.launch.rendezvous import OWN_DEVICE, loopback_interface
 from starling.timeouts import DOOR, LOADERS, NODE_SILENT, READ, ROOM, TERMINATION, UNREACHABLE
 
@@ -82,7 +73,7 @@ class Keeper:
     """
 
     def __init__(self) -> None:
-        self._process: Future[LocalProcess] = Future()
+        self._process: Future[LearnerProcess] = Future()
         self._scratch: Path | None = None
 
     def keep(self, errand: Errand) -> int | None:

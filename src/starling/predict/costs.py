@@ -22,7 +22,7 @@ from starling.configuration import Config, ConfigT, checked
 from starling.engines.processes.island import blocks_of
 from starling.engines.virtual.cluster import ComputeModel, LinkModel
 from starling.errors import ConfigError, did_you_mean
-from starling.recipe.file import parse_yaml
+from starling.recipe import parse_yaml
 from starling.training.flat import trainable
 from starling.training.job import Job
 from starling.training.tensor_plan import cut_dims
@@ -254,6 +254,29 @@ def find_preset(name: str) -> Preset:
             "path of a YAML file"
         )
     return loaded(Preset, path, "preset", "copy one of Starling's presets, and change it")
+
+
+def find_costs(job: Job | JobFacts | None, profile: Profile | Path | str | None, preset: Preset | str | None) -> Costs:
+    """Return the costs of a job, given a profile or a preset. Raises `ConfigError` unless exactly one of them is given,
+    or if the profile is of another model."""
+    if (profile is None) == (preset is None):
+        raise ConfigError("plan: give either a profile, made by `starling profile`, or a preset such as v100-2019")
+    if preset is not None:
+        if job is None:
+            raise ConfigError("plan: a preset knows no job; give the job, or a profile of it")
+        name, found = (preset, find_preset(preset)) if isinstance(preset, str) else (preset.device, preset)
+        return found.costs(job if isinstance(job, JobFacts) else facts_of(job, counts_flops=True), name)
+    measured = profile if isinstance(profile, Profile) else read_profile(Path(str(profile)))
+    if job is not None:
+        facts = job if isinstance(job, JobFacts) else facts_of(job)
+        if facts.model_bytes != measured.job.model_bytes:
+            raise ConfigError(
+                f"profile: it is of a model of {measured.job.model_bytes:,} bytes ({measured.job.trains}), and the "
+                f"job's has {facts.model_bytes:,}; profile this job"
+            )
+        kept = {"flops_per_gradient": measured.job.flops_per_gradient}
+        return measured.costs.model_copy(update={"job": facts.model_copy(update=kept)})
+    return measured.costs
 
 
 def loaded(kind: type[ConfigT], given: Path | Mapping[str, Any], what: str, advice: str) -> ConfigT:

@@ -36,18 +36,8 @@ from starling.configuration import Config
 from starling.engines.processes.place import cores_here
 from starling.engines.virtual.cluster import ComputeModel, LinkModel
 from starling.learner import Learner
-from starling.predict.costs import (
-    SHORTEST,
-    Costs,
-    GradientTimes,
-    JobFacts,
-    MachineFacts,
-    MeasuredLink,
-    MeasuredRun,
-    Profile,
-    Seconds,
-    with_step,
-)
+from starling.predict import costs
+from starling.predict.costs import Seconds
 from starling.strategies import Strategy
 from starling.strategies.hadpsgd import SideBySide
 from starling.strategies.parts.mixing import Encoder, Mixing
@@ -420,7 +410,7 @@ simulation is enough."""
 DRAWS_OF_A_ROUND = 1000
 
 
-def profile_of(alone: Figures, pair: Sequence[Figures], facts: JobFacts, command: str) -> Profile:
+def profile_of(alone: Figures, pair: Sequence[Figures], facts: costs.JobFacts, command: str) -> costs.Profile:
     """Return the profile that follows from the figures of a lone learner and of two learners that ran together."""
     exchanges, means = (
         {num_bytes: fmean(getattr(each, name)[num_bytes] for each in pair) for num_bytes in getattr(pair[0], name)}
@@ -429,9 +419,9 @@ def profile_of(alone: Figures, pair: Sequence[Figures], facts: JobFacts, command
     halves = fit_link(means)
     # a mean of two learners is simulated as two messages of half the bytes
     of_means = halves.model_copy(update={"latency": halves.latency / 2.0})
-    longer = max(SHORTEST, fmean(median(each.synchronous) for each in pair) - median(alone.gradients))
+    longer = max(costs.SHORTEST, fmean(median(each.synchronous) for each in pair) - median(alone.gradients))
     of_gradients = LinkModel(latency=0.0, bandwidth=alone.num_bytes / longer)
-    return Profile(
+    return costs.Profile(
         date=datetime.now(UTC).strftime("%Y-%m-%d"),
         command=command,
         machine=_machine(alone.device),
@@ -439,20 +429,20 @@ def profile_of(alone: Figures, pair: Sequence[Figures], facts: JobFacts, command
         gradient=gradient_times(alone.gradients),
         step_seconds=fmean(alone.steps),
         mixing_bandwidth=alone.num_bytes / max(median(alone.applies), 1e-9),
-        exchange=MeasuredLink(seconds_by_bytes=exchanges, fitted=fit_link(exchanges)),
-        mean=MeasuredLink(seconds_by_bytes=means, fitted=of_means),
-        gradient_mean=MeasuredLink(seconds_by_bytes={alone.num_bytes: longer}, fitted=of_gradients),
+        exchange=costs.MeasuredLink(seconds_by_bytes=exchanges, fitted=fit_link(exchanges)),
+        mean=costs.MeasuredLink(seconds_by_bytes=means, fitted=of_means),
+        gradient_mean=costs.MeasuredLink(seconds_by_bytes={alone.num_bytes: longer}, fitted=of_gradients),
         memory_per_learner_bytes=max(each.memory_bytes for each in (alone, *pair)),
     )
 
 
-def _machine(device: str) -> MachineFacts:
+def _machine(device: str) -> costs.MachineFacts:
     try:
         named = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:  # not a Linux system
         named = None
     processor = named[1] if named else platform.processor() or platform.machine()
-    return MachineFacts(
+    return costs.MachineFacts(
         processor=processor,
         cores=cores_here(),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -462,18 +452,18 @@ def _machine(device: str) -> MachineFacts:
     )
 
 
-def costs_of(figures: Sequence[Figures], per_node: int) -> Costs:
+def costs_of(figures: Sequence[Figures], per_node: int) -> costs.Costs:
     """Return the costs of a run, given the figures of all its learners by rank. A node has `per_node` learners."""
     world, num_bytes = len(figures), figures[0].num_bytes
     means = [fmean(each.gradients) for each in figures]
     relative = np.concatenate([np.asarray(each.gradients) / mean for each, mean in zip(figures, means, strict=True)])
     varies = len(relative) > 2 * world and float(relative.std()) > STEADY
     gradient = fit_compute(min(means) * relative) if varies else ComputeModel(seconds=min(means))
-    longer = mean = max(SHORTEST, fmean(each.means[num_bytes] for each in figures))
+    longer = mean = max(costs.SHORTEST, fmean(each.means[num_bytes] for each in figures))
     if all(each.synchronous for each in figures):
         synchronous = fmean(median(each.synchronous) for each in figures)
-        longer = max(SHORTEST, synchronous - _slowest_of_a_round(figures))
-    measured = MeasuredRun(
+        longer = max(costs.SHORTEST, synchronous - _slowest_of_a_round(figures))
+    measured = costs.MeasuredRun(
         gradient_seconds=tuple(means),
         gradients_measured=tuple(len(each.gradients) for each in figures),
         step_seconds=median(seconds for each in figures for seconds in each.steps),
@@ -483,10 +473,10 @@ def costs_of(figures: Sequence[Figures], per_node: int) -> Costs:
         lost_to_exchanges=tuple(each.lost for each in figures),
         model_bytes=num_bytes,
     )
-    return Costs(
-        job=JobFacts(trains="the run's model", model_bytes=num_bytes, batches_per_epoch=1),
-        compute=with_step(gradient, measured.step_seconds),
-        messages=LinkModel(latency=0.0, bandwidth=num_bytes / max(SHORTEST, measured.exchange_seconds["ring"])),
+    return costs.Costs(
+        job=costs.JobFacts(trains="the run's model", model_bytes=num_bytes, batches_per_epoch=1),
+        compute=costs.with_step(gradient, measured.step_seconds),
+        messages=LinkModel(latency=0.0, bandwidth=num_bytes / max(costs.SHORTEST, measured.exchange_seconds["ring"])),
         means=_ring(mean, num_bytes, world),
         gradient_means=_ring(longer, num_bytes, world),
         devices_per_node=per_node,
@@ -508,13 +498,13 @@ def _ring(seconds: Seconds, num_bytes: int, world: int) -> LinkModel:
     return LinkModel(latency=0.0, bandwidth=messages * -(-num_bytes // world) / seconds)
 
 
-def gradient_times(seconds: Sequence[float]) -> GradientTimes:
+def gradient_times(seconds: Sequence[float]) -> costs.GradientTimes:
     """Return the mean, its interval, quantiles and the best-fitting distribution of gradient times."""
     times = np.asarray(seconds, dtype=np.float64)
     generator = np.random.default_rng(0)
     means = generator.choice(times, (RESAMPLES, len(times))).mean(axis=1)
     low, high = np.quantile(means, (0.025, 0.975))
-    return GradientTimes(
+    return costs.GradientTimes(
         num_measured=len(times),
         seconds=float(times.mean()),
         low=float(low),

@@ -21,17 +21,7 @@ from starling.configuration import Config, refused
 from starling.engines.virtual.cluster import Cluster, LinkModel
 from starling.errors import ConfigError
 from starling.files import writing
-from starling.predict.costs import (
-    Costs,
-    JobFacts,
-    Preset,
-    Profile,
-    facts_of,
-    find_preset,
-    loaded,
-    memory_of,
-    read_profile,
-)
+from starling.predict.costs import Costs, JobFacts, Preset, Profile, find_costs, loaded, memory_of
 from starling.predict.measure import has_nodes
 from starling.predict.predict import WORTH, Arm, Machines, Prediction, bisect, predict, simulate
 from starling.recipe.run import StrategyChoice, strategy_problems
@@ -330,7 +320,7 @@ def plan(
     """
     own = job if isinstance(job, Job) else None
     stragglers = stragglers or (own.stragglers if own else Stragglers())
-    machines = Machines(_costs(job, profile, preset), stragglers, read_cluster(cluster))
+    machines = Machines(find_costs(job, profile, preset), stragglers, read_cluster(cluster))
     if not learners or min(learners) < 1:
         raise ConfigError(f"learners: {list(learners)}; give at least one number, each at least 1")
     if price is not None and price < 0.0:
@@ -465,28 +455,6 @@ def read_cluster(cluster: Path | str | Mapping[str, Any] | None) -> dict[str, Co
 def gigabits(bytes_per_second: float) -> str:
     """Return a bandwidth as text."""
     return f"{bytes_per_second * 8 / 1e9:.3g} Gbit/s"
-
-
-def _costs(job: Job | JobFacts | None, profile: Profile | Path | str | None, preset: Preset | str | None) -> Costs:
-    """Return the costs of a job, given a profile or a preset. Exactly one of them must be given."""
-    if (profile is None) == (preset is None):
-        raise ConfigError("plan: give either a profile, made by `starling profile`, or a preset such as v100-2019")
-    if preset is not None:
-        if job is None:
-            raise ConfigError("plan: a preset knows no job; give the job, or a profile of it")
-        name, found = (preset, find_preset(preset)) if isinstance(preset, str) else (preset.device, preset)
-        return found.costs(job if isinstance(job, JobFacts) else facts_of(job, counts_flops=True), name)
-    measured = profile if isinstance(profile, Profile) else read_profile(Path(str(profile)))
-    if job is not None:
-        facts = job if isinstance(job, JobFacts) else facts_of(job)
-        if facts.model_bytes != measured.job.model_bytes:
-            raise ConfigError(
-                f"profile: it is of a model of {measured.job.model_bytes:,} bytes ({measured.job.trains}), and the "
-                f"job's has {facts.model_bytes:,}; profile this job"
-            )
-        kept = {"flops_per_gradient": measured.job.flops_per_gradient}
-        return measured.costs.model_copy(update={"job": facts.model_copy(update=kept)})
-    return measured.costs
 
 
 def unit_of(hours: float) -> tuple[str, float]:

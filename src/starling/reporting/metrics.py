@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from starling.errors import ConfigError
 from starling.launch.messages import Progress
 from starling.launch.roster import LearnerRecord, Roster
-from starling.reporting.epochs import by_staleness, mean_staleness, share
+from starling.reporting.epochs import SPENT, by_staleness, mean_staleness, share
 from starling.reporting.goodput import goodput_of
 
 if TYPE_CHECKING:
@@ -83,9 +83,7 @@ class Curves:
         if progress.ended_at is None:
             return
         values = {
-            "time/computing": share(work, "computing"),
-            "time/waiting_for_data": share(work, "waiting_for_data"),
-            "time/waiting_for_peers": share(work, "waiting_for_peers"),
+            **{f"time/{kind}": share(work, kind) for kind in SPENT},
             "averaging/rounds_per_gradient": work.rounds / work.batches if work.batches else 0.0,
             "averaging/megabytes_sent": work.bytes_sent / 1e6,
             "averaging/mean_staleness": mean_staleness(work.staleness),

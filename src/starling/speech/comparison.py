@@ -15,7 +15,7 @@ from starling.configuration import checked, digest, refused
 from starling.engines.virtual.cluster import Cluster
 from starling.errors import ConfigError
 from starling.experiment.folder import ExperimentFolder
-from starling.recipe.file import Tree, merge
+from starling.recipe import Tree, merge
 from starling.reporting.progress import Bars, Say
 from starling.speech.recipe import Recipe, check_recipe
 from starling.speech.recogniser import Recogniser

@@ -33,7 +33,7 @@ from starling.chance import one_thread
 from starling.configuration import digest
 from starling.errors import ConfigError, DataError, StarlingError, require
 from starling.files import replace_file
-from starling.recipe.file import apply_overrides
+from starling.recipe import apply_overrides
 from starling.speech.corpora import Utterance
 from starling.speech.shard_writer import ShardIndex, Spoken, audio_file, cuts_file, write_shard
 from starling.speech.usable import Checker, Checking, Dropped

@@ -16,7 +16,7 @@ from pydantic import (
 from starling.configuration import Config, ProblemsError, checked, differing, digest, short_for
 from starling.errors import ConfigError, StarlingError
 from starling.experiment.folder import ExperimentFolder
-from starling.recipe.file import Tree, apply_overrides, read_recipe
+from starling.recipe import Tree, apply_overrides, read_recipe
 from starling.recipe.run import RecipeConfig
 from starling.speech.augmentation import AugmentConfig
 from starling.speech.batch_plan import BatchConfig, MixtureConfig, PartitionConfig, divided_by

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from starling.errors import require
 from starling.experiment.folder import ExperimentFolder, best_model
 from starling.experiment.task import MiniBatches, Scoring, Task
-from starling.recipe.file import Tree
+from starling.recipe import Tree
 from starling.speech.recipe import Recipe, changed_keys, check_recipe, check_resolved, fingerprints
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from starling.checkpoint.reader import checkpoints_in, latest, load
 from starling.engines.processes.place import cores_here
 from starling.errors import CheckpointError
 from starling.experiment.folder import ExperimentFolder, best_model, existing
-from starling.recipe.file import read_recipe
+from starling.recipe import read_recipe
 from starling.speech.recogniser import Recogniser
 from starling.speech.store import SpeechSet
 

@@ -11,7 +11,7 @@ from rich.table import Column, Table
 
 from starling.configuration import Config, checked
 from starling.errors import ConfigError, DataError
-from starling.recipe.file import apply_overrides
+from starling.recipe import apply_overrides
 from starling.reporting.progress import Bars
 from starling.speech.check.corpus import Training, check_corpus
 from starling.speech.check.findings import HEARD, HEARD_LIST, KINDS, CheckConfig, Report, to_drop, write_report
