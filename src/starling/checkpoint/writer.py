@@ -92,11 +92,7 @@ class CheckpointWriter:
             return self._complete(final, states, states[0], num_saved=0)
 
     def _complete(
-        self,
-        final: Path,
-        states: Sequence["LearnerState | _Saved"],
-        own: LearnerState,
-        num_saved: int,
+        self, final: Path, states: Sequence["LearnerState | _Saved"], own: LearnerState, num_saved: int
     ) -> Checkpoint:
         """Add the consensus model and the manifest, and publish the checkpoint, which contains the states of
         `num_saved` learners. `own` is one of the states."""
@@ -151,10 +147,7 @@ class BackgroundWriter:
         self._last: Future[None] | None = None
 
     def save(
-        self,
-        state: LearnerState,
-        completed: Callable[[Checkpoint], None],
-        writer: CheckpointWriter | None = None,
+        self, state: LearnerState, completed: Callable[[Checkpoint], None], writer: CheckpointWriter | None = None
     ) -> None:
         """Wait for the previous save, copy `state`, and start writing the copy.
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from starling.comparing.grid import CellResult, CompareConfig, Metric, Point, Row
 from starling.errors import MissingExtraError
+from starling.reporting.epochs import SPENT
 
 if TYPE_CHECKING:
     import pandas
@@ -288,10 +289,7 @@ class Comparison:
         return ["## Learning rates", "", *_table(titles, lines)]
 
 
-_COSTS = (
-    *("seconds", "num_samples", "consensus_distance", "mean_staleness", "largest_staleness", "bytes_sent"),
-    *("computing", "waiting_for_data", "waiting_for_peers"),
-)
+_COSTS = ("seconds", "num_samples", "consensus_distance", "mean_staleness", "largest_staleness", "bytes_sent", *SPENT)
 _IN_SHORT = {
     *("arm", "learners", "value", "value_half", "score", "score_half", "difference", "difference_half", "p", "verdict"),
     "speedup",

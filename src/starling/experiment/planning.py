@@ -43,10 +43,7 @@ MEANS = 8
 VALIDATED = ("allreduce", "adpsgd")
 """Strategies with which two learners then train, to find how far the predictions are off."""
 
-PUBLISHED = (
-    *("allreduce", "delay-by-one", {"name": "dpsgd", **WHOLE}, RANDOM),
-    *(PAIRS, {"name": "hadpsgd", **WHOLE}),
-)
+PUBLISHED = ("allreduce", "delay-by-one", {"name": "dpsgd", **WHOLE}, RANDOM, PAIRS, {"name": "hadpsgd", **WHOLE})
 """Strategies with which a published model is planned if none is named."""
 
 

@@ -18,8 +18,6 @@ grows with the logarithm of that time.
 Earlier versions wrote tables: learner-0.tsv, skipped-0.tsv and times-0.tsv.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections import Counter, defaultdict

@@ -5,8 +5,6 @@ Mini-batches, augmentation and dropout are functions of their tickets, so a run 
 events. See `starling.training.order` and docs/replay.md.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import shutil

@@ -37,10 +37,9 @@ from starling.launch.link import Line, Link, knock, letting_in
 from starling.launch.messages import Ended, Failed, Greeted, LearnerMessage, NewMembership, Reached
 from starling.launch.process import LearnerProcess
 from starling.launch.roster import LearnerRecord, LearnerState, Roster, Switchboard
-from starling.timeouts import DOOR, READ
+from starling.timeouts import DOOR, READ, Seconds
 from starling.training.membership import Membership, MembershipFeed
 
-Seconds = float
 LINK = "coordinator/link"
 """Key in the store under which the coordinator's port for learners is published."""
 OVER = "the run is ending"

@@ -26,10 +26,9 @@ from starling.files import replace_file
 from starling.launch.messages import JoinAnswer, JoinRequest, decode_file, encode_file
 from starling.launch.process import end_loaders
 from starling.launch.roster import LearnerRecord, LearnerState, Loss, Roster
-from starling.timeouts import JOINER_FRESH, LOCK, REQUESTS_EVERY
+from starling.timeouts import JOINER_FRESH, LOCK, REQUESTS_EVERY, Seconds
 from starling.training.faults import Join, Kill, Pause
 
-Seconds = float
 MAX_LEARNERS = 4096
 _LOCK, _REQUEST, _ANSWER = "open", "request-{}.json", "answer-{}.json"
 Succession = Callable[[Sequence[int], Collection[int], Sequence[int]], tuple[int, ...]]

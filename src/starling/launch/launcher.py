@@ -33,10 +33,9 @@ from starling.launch.process import (
 )
 from starling.launch.rendezvous import loopback_interface
 from starling.launch.roster import LearnerRecord, Loss, Roster, Switchboard
-from starling.timeouts import ENTRY, EXPLANATION, JOINER_SILENT, NODE_LOSS, READ, STOP
+from starling.timeouts import ENTRY, EXPLANATION, JOINER_SILENT, NODE_LOSS, READ, STOP, Seconds
 
 NO_CHANGES = Changes()
-Seconds = float
 OnMessage = Callable[[int, LearnerMessage], None]
 
 

@@ -36,7 +36,7 @@ from starling.launch.messages import (
     decode_from_learner,
     encode,
 )
-from starling.timeouts import DOOR, FULL_PAUSE, HEARTBEAT_EVERY, TERMINATION
+from starling.timeouts import DOOR, FULL_PAUSE, HEARTBEAT_EVERY, TERMINATION, Seconds
 
 VARIABLE = "STARLING_LINK_FD"
 SCRATCH = "STARLING_SCRATCH"
@@ -47,7 +47,6 @@ WATCHED = "STARLING_WATCHED"
 """Environment variable: 1 if the launcher announces memberships after losses."""
 ORPHANED = 3
 """Exit code of a learner whose launcher died."""
-Seconds = float
 MessageT = TypeVar("MessageT", bound=LauncherMessage)
 Admit = Callable[[tuple[str, ...], socket.socket, Greeted], None]
 _LONGEST_LINE = 1024

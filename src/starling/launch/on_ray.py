@@ -35,7 +35,7 @@ from starling.launch.link import ORPHANED, knock, letting_in
 from starling.launch.messages import Greeted, encode
 from starling.launch.process import STOP_SIGNALS, LearnerProcess, Program, Site, end_loaders, scratch_folder, start
 from starling.launch.rendezvous import OWN_DEVICE, loopback_interface
-from starling.timeouts import DOOR, LOADERS, NODE_SILENT, READ, ROOM, TERMINATION, UNREACHABLE
+from starling.timeouts import DOOR, LOADERS, NODE_SILENT, READ, ROOM, TERMINATION, UNREACHABLE, Seconds
 
 _ADDRESS_OF = 0x8915
 """Linux's SIOCGIFADDR, a request for the address of an interface."""
@@ -159,7 +159,6 @@ def interface_of(address: str) -> str:
     raise ProtocolError(f"no network interface of this machine has the address {address} by which Ray knows it")
 
 
-Seconds = float
 TOKEN_FILE = "run-token"
 MOST_PLACES = 20
 """Number of successive actors that may be lost before they start a learner. Such losses happen until Ray has noticed

@@ -35,9 +35,7 @@ from starling.engines.processes import run_token
 from starling.engines.processes.forks import owned
 from starling.errors import StarlingError
 from starling.launch.link import JOINS, SCRATCH, VARIABLE, WATCHED, Line
-from starling.timeouts import LOADERS, TERMINATION
-
-Seconds = float
+from starling.timeouts import LOADERS, TERMINATION, Seconds
 
 
 @dataclass(frozen=True)

@@ -161,10 +161,7 @@ def _climbed(ladder: Sequence[Arm], machines: Machines, learners: int, say: Say)
 SECONDS_PER_HOUR = 3600.0
 CROSSING_ROUNDS = 12
 """Number of gradients of each learner in half a simulation that looks for a crossing point."""
-NOT_PLANNED = (
-    *("hogwild", "delayed"),
-    *("gossip-pga", "choco", "qg-dsgdm", "d2", "gradient-tracking", "a2cid2"),
-)
+NOT_PLANNED = ("hogwild", "delayed", "gossip-pga", "choco", "qg-dsgdm", "d2", "gradient-tracking", "a2cid2")
 """Strategies that are left out unless they are requested: one needs a single machine, one is for studies, and the
 others differ from `dpsgd` and `adpsgd` in the worth of a gradient, which a plan does not know."""
 NO_PERIODIC = (

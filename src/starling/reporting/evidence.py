@@ -1,7 +1,5 @@
 """The contents of experiments' folders, as the report page shows them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace

@@ -27,13 +27,12 @@ from starling.events import Events
 from starling.launch.messages import LearnerMessage, Progress, Said, Saved
 from starling.launch.roster import LearnerRecord, LearnerState, Roster
 from starling.reporting.epochs import Advice, Score, duration, ended_epochs, merged, share, time_left
-from starling.timeouts import DRAW_EVERY, SCORE_WAIT, SCREEN_EVERY
+from starling.timeouts import DRAW_EVERY, SCORE_WAIT, SCREEN_EVERY, Seconds
 
 Say = Callable[[str], None]
 """Prints a line."""
 MAX_ROWS = 16
 """Largest number of learners in the table."""
-Seconds = float
 TIMES_AS_LONG = 10.0
 """Factor of the usual time between two waits above which a wait is unusual."""
 DATA = "data"
