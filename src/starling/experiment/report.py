@@ -1,7 +1,5 @@
 """`starling report`: one HTML page that shows experiments, from the contents of their folders."""
 
-from __future__ import annotations
-
 import json
 import math
 import time
@@ -12,7 +10,7 @@ from itertools import accumulate, groupby
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starling.errors import ConfigError, DataError, StarlingError, require
 from starling.events import Event, read_events
@@ -24,10 +22,8 @@ from starling.launch.messages import Status, Stretch, decode_file
 from starling.recipe import Tree, read_recipe
 from starling.reporting.epochs import merged
 from starling.reporting.evidence import CurvePoint, Evidence, ScoredSet, Section, is_number, newest
+from starling.reporting.progress import Say
 from starling.strategies import STRATEGIES
-
-if TYPE_CHECKING:
-    from starling.reporting.progress import Say
 
 PAGE = "report.html"
 MAX_POINTS = 100

@@ -84,12 +84,7 @@ class StarlingTrainer(Trainer):  # type: ignore[misc]
     """
 
     def __init__(
-        self,
-        *,
-        args: StarlingArguments,
-        strategy: str = "adpsgd",
-        options: dict[str, Any] | None = None,
-        **others: Any,
+        self, *, args: StarlingArguments, strategy: str = "adpsgd", options: dict[str, Any] | None = None, **others: Any
     ) -> None:
         if not isinstance(args, StarlingArguments):
             raise ConfigError(f"args: {type(args).__name__} lets accelerate wrap the model; use StarlingArguments")

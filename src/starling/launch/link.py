@@ -25,17 +25,7 @@ from typing import Any, TypeVar
 from starling.engines.processes import run_token
 from starling.engines.processes.forks import owned
 from starling.errors import ProtocolError, StarlingError
-from starling.launch.messages import (
-    Failed,
-    Greeted,
-    Heartbeat,
-    Hello,
-    LauncherMessage,
-    LearnerMessage,
-    decode_from_launcher,
-    decode_from_learner,
-    encode,
-)
+from starling.launch import messages
 from starling.timeouts import DOOR, FULL_PAUSE, HEARTBEAT_EVERY, TERMINATION, Seconds
 
 VARIABLE = "STARLING_LINK_FD"
@@ -47,8 +37,8 @@ WATCHED = "STARLING_WATCHED"
 """Environment variable: 1 if the launcher announces memberships after losses."""
 ORPHANED = 3
 """Exit code of a learner whose launcher died."""
-MessageT = TypeVar("MessageT", bound=LauncherMessage)
-Admit = Callable[[tuple[str, ...], socket.socket, Greeted], None]
+MessageT = TypeVar("MessageT", bound=messages.LauncherMessage)
+Admit = Callable[[tuple[str, ...], socket.socket, messages.Greeted], None]
 _LONGEST_LINE = 1024
 _LOOK_EVERY = 0.5
 
@@ -72,10 +62,10 @@ class Line:
         """The descriptor of the connection; -1 before the line is connected and after it was closed."""
         return -1 if self.connection is None else self.connection.fileno()
 
-    def tell(self, message: LauncherMessage) -> None:
+    def tell(self, message: messages.LauncherMessage) -> None:
         """Send a message. A part for which the buffer has no room is sent later by `tell_rest`; it is dropped if the
         connection is lost."""
-        self.untold += encode(message)
+        self.untold += messages.encode(message)
         self.tell_rest()
 
     def tell_rest(self) -> None:
@@ -102,8 +92,8 @@ class Line:
         self.unread += received
         if b"\n" not in received:
             return []
-        *messages, self.unread = self.unread.split(b"\n")
-        return [bytes(each) for each in messages]
+        *complete, self.unread = self.unread.split(b"\n")
+        return [bytes(each) for each in complete]
 
     def hang_up(self) -> None:
         """End the connection. Both ends can still read the data that was sent, and then read end-of-file."""
@@ -128,11 +118,11 @@ class Link:
     def __init__(self, connection: socket.socket, on_end: Callable[[Exception], None] | None = None) -> None:
         self._connection = owned(connection)
         self._sending, self._listening = threading.Lock(), threading.Lock()
-        self._heard: list[LauncherMessage] = []
-        self._listeners: list[tuple[type[LauncherMessage], Callable[[Any], None]]] = []
+        self._heard: list[messages.LauncherMessage] = []
+        self._listeners: list[tuple[type[messages.LauncherMessage], Callable[[Any], None]]] = []
         self._on_end = on_end or self._exit
         self._is_closed = False
-        self.heartbeat: Callable[[], Heartbeat] = Heartbeat
+        self.heartbeat: Callable[[], messages.Heartbeat] = messages.Heartbeat
         """Function that creates the message that is sent every `HEARTBEAT_EVERY` seconds."""
         self.leftovers = [Path(os.environ[SCRATCH])] if SCRATCH in os.environ else []
         """Folders that this process removes if the launcher dies. Normally, the launcher removes them."""
@@ -145,9 +135,9 @@ class Link:
         descriptor = os.environ.pop(VARIABLE, None)
         return None if descriptor is None else cls(socket.socket(fileno=int(descriptor)))
 
-    def send(self, message: LearnerMessage) -> None:
+    def send(self, message: messages.LearnerMessage) -> None:
         """Send a message."""
-        line = encode(message)
+        line = messages.encode(message)
         with self._sending:
             self._connection.sendall(line)
 
@@ -160,7 +150,7 @@ class Link:
                 if isinstance(message, kind):
                     listener(message)
 
-    def close(self, last: LearnerMessage) -> None:
+    def close(self, last: messages.LearnerMessage) -> None:
         """Send a last message, and hang up."""
         self._is_closed = True
         with suppress(OSError):
@@ -178,7 +168,7 @@ class Link:
         try:
             with self._connection.makefile("rb") as lines:
                 for line in lines:
-                    message = decode_from_launcher(line)
+                    message = messages.decode_from_launcher(line)
                     with self._listening:
                         self._heard.append(message)
                         for kind, listener in self._listeners:
@@ -214,7 +204,7 @@ def reported_errors(link: Link | None) -> Generator[None, None, None]:
         if link is None:
             raise
         traceback.print_exc()
-        link.send(Failed(type(error).__name__, str(error)))
+        link.send(messages.Failed(type(error).__name__, str(error)))
         raise SystemExit(error.exit_code if isinstance(error, StarlingError) else 1) from error
 
 
@@ -265,8 +255,8 @@ def _answer(line: socket.socket, token: str, unreachable: Seconds, admit: Admit)
         line.settimeout(DOOR)
         challenge = run_token.new_challenge()
         line.sendall(challenge.encode() + b"\n")
-        hello = decode_from_learner(read_line(line), -1)
-        if not isinstance(hello, Hello) or not run_token.is_proof(
+        hello = messages.decode_from_learner(read_line(line), -1)
+        if not isinstance(hello, messages.Hello) or not run_token.is_proof(
             hello.proof, token, "guest", challenge, hello.challenge, *hello.who
         ):
             raise ProtocolError(
@@ -274,10 +264,10 @@ def _answer(line: socket.socket, token: str, unreachable: Seconds, admit: Admit)
                 "value for all learners of a run, or for none of them"
             )
         _settle(line, unreachable)
-        admit(hello.who, line, Greeted(proof=run_token.proof(token, "host", hello.challenge, *hello.who)))
+        admit(hello.who, line, messages.Greeted(proof=run_token.proof(token, "host", hello.challenge, *hello.who)))
     except ProtocolError as error:
         with suppress(OSError):
-            line.sendall(encode(Greeted(str(error))))
+            line.sendall(messages.encode(messages.Greeted(str(error))))
         line.close()
     except (OSError, KeyError, ValueError):
         line.close()
@@ -291,9 +281,9 @@ def knock(address: str, port: int, token: str, unreachable: Seconds, *who: str) 
     line = socket.create_connection((address, port), timeout=DOOR)
     try:
         challenge, own = read_line(line).decode(errors="replace"), run_token.new_challenge()
-        line.sendall(encode(Hello(who, own, run_token.proof(token, "guest", challenge, own, *who))))
-        answer = decode_from_launcher(read_line(line))
-        if not isinstance(answer, Greeted):
+        line.sendall(messages.encode(messages.Hello(who, own, run_token.proof(token, "guest", challenge, own, *who))))
+        answer = messages.decode_from_launcher(read_line(line))
+        if not isinstance(answer, messages.Greeted):
             raise ProtocolError("it did not answer")
         if answer.refused or not run_token.is_proof(answer.proof, token, "host", own, *who):
             raise ProtocolError(answer.refused or "what listens there does not know the run token")

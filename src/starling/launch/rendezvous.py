@@ -26,7 +26,7 @@ from starling.launch.link import JOINS, WATCHED, Link
 from starling.launch.messages import CanStop, NewMembership, Reached, Signalled, Stop
 from starling.launch.process import end_now, on_stop_signal
 from starling.timeouts import CONNECT
-from starling.training.membership import Membership, MembershipFeed, Stage
+from starling.training.membership import Membership, MembershipFeed
 
 if TYPE_CHECKING:
     from starling.engines.processes.checkpoint_barrier import SaveRequests
@@ -200,11 +200,7 @@ def find_membership(place: Place, link: Link | None) -> MembershipFeed:
     first = None if joins() else Membership(0, tuple(range(place.world)))
     if link is None or os.environ.get(WATCHED) != "1":
         return MembershipFeed(place.rank, first)
-
-    def report(stage: Stage, number: int) -> None:
-        link.send(Reached(stage, number))
-
-    feed = MembershipFeed(place.rank, first, is_watched=True, report=report)
+    feed = MembershipFeed(place.rank, first, is_watched=True, report=lambda *reached: link.send(Reached(*reached)))
     link.listen(NewMembership, lambda message: feed.announce(message.membership))
     return feed
 

@@ -85,11 +85,6 @@ class Arm:
         """The options that were given as text, such as `pattern: ring, period: 4`."""
         return ", ".join(f"{key}: {value}" for key, value in self.given.items())
 
-    @property
-    def averages_gradients(self) -> bool:
-        """Whether learners average gradients, either all learners or those of a group."""
-        return self.strategy.averages_gradients(self.options)
-
     def __str__(self) -> str:
         return f"{self.name} ({self.words})" if self.given else self.name
 
@@ -183,7 +178,8 @@ class Machines:
         sync groups, each learner has a separate link.
         """
         costs, num_models = self.costs, learners // self.island.size
-        group, averages = arm.strategy.sync_groups(arm.options, num_models).size, arm.averages_gradients
+        group = arm.strategy.sync_groups(arm.options, num_models).size
+        averages = arm.strategy.averages_gradients(arm.options)  # all learners', or those of a group
         messages, inside = self._messages(arm, learners)
         link = messages
         if arm.name in AVERAGING:

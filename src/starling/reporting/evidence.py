@@ -1,6 +1,7 @@
 """The contents of experiments' folders, as the report page shows them."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -238,20 +239,19 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+_TOLD = {
+    "start": "{learners} learners, {strategy}",
+    "join": "learner {learner} joined; {num_learners} learners train now",
+    "checkpoint": "{folder} ({moment})",
+    "end": "{message} (exit code {exit_code})",
+    **dict.fromkeys(("loss", "left-out"), "{reason}"),
+    **dict.fromkeys(("stall", "stall-over", "advice", "message", "verdict"), "{text}"),
+}
+"""Texts about the events that appear in no figure, by their kinds."""
+
+
 def _told(event: Event) -> str:
-    match event["kind"]:
-        case "start":
-            return f"{event.get('learners')} learners, {event.get('strategy')}"
-        case "join":
-            return f"learner {event.get('learner')} joined; {event.get('num_learners')} learners train now"
-        case "checkpoint":
-            return f"{event.get('folder')} ({event.get('moment')})"
-        case "end":
-            return f"{event.get('message', '')} (exit code {event.get('exit_code')})"
-        case "loss" | "left-out" | "stall" | "stall-over" | "advice" | "message" | "verdict":
-            return str(event.get("reason", event.get("text", "")))
-        case _:
-            return ""
+    return _TOLD.get(event["kind"], "").format_map(defaultdict(str, event))
 
 
 def _text(path: Path) -> str:
