@@ -248,6 +248,6 @@ def export(
     average: Average = None,
 ) -> None:
     """Write the newest model of an experiment to a folder: weights, tokens, language model, and a model card."""
-    from starling.speech.exporting.export import export
+    from starling.speech.exporting import export
 
     export(experiment, folder, typer.echo, onnx, best, average)
