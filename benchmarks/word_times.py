@@ -19,7 +19,7 @@ from rich.console import Console
 from starling.reporting.progress import Bars
 from starling.speech.corpora.synthetic import LANGUAGES, VOICES, add_noise, draw_sentence, draw_text
 from starling.speech.espeak import Sentence
-from starling.speech.phones import PhonesConfig
+from starling.speech.tokens import PhonesConfig
 from starling.speech.transcribing.aligning import AlignedWord, load_aligner
 from starling.speech.transcribing.files import load_model
 from starling.speech.transcribing.transcript import Seconds, Word

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from starling.cli import app
 from starling.errors import ConfigError
 from starling.recipe.run import dump_recipe
-from starling.speech.exporting import export as exporting
-from starling.speech.exporting.onnx import write_onnx
+from starling.speech import exporting
+from starling.speech.exporting import write_onnx
 from starling.speech.exporting.standalone import Transcriber, resample
 from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.models import model_config

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from starling.errors import DataError
 from starling.reporting.progress import Bars
-from starling.speech.phones import PhonesConfig
+from starling.speech.tokens import PhonesConfig
 from starling.speech.transcribing.aligning import AlignedWord, Aligner, Alignment, Span
 from starling.speech.transcribing.files import load_model
 from starling.speech.transcribing.segmenter import Piece

@@ -12,11 +12,12 @@ from planted import PLANTS, RATE, Expected, Planted, sentence, voice
 from pydantic import ValidationError
 
 from starling.errors import DataError
+from starling.speech.audio import Audio
 from starling.speech.check.corpus import Training, check_corpus, near_texts, num_bands, pieces, similarity
 from starling.speech.check.findings import HEARD, KINDS, CheckConfig, Report, seen_in_training, to_drop, write_report
 from starling.speech.check.recordings import ENVELOPE_LENGTH, likeness, measure, prepared_sources
 from starling.speech.commands.check import sources_of
-from starling.speech.corpora import Audio, Utterance
+from starling.speech.corpora import Utterance
 from starling.speech.data import DataConfig, set_digest
 from starling.speech.prepare import prepare
 from starling.speech.store import SpeechSet

@@ -18,7 +18,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from starling.errors import DataError
 from starling.speech.audio import read_audio
-from starling.speech.corpora import CorpusConfig, Utterance, recipe_names
+from starling.speech.corpora import CorpusConfig, Utterance
+from starling.speech.corpora.lhotse_recipe import recipe_names
 from starling.speech.corpora.lines import read_lines
 from starling.speech.data import DataConfig, set_digest
 

@@ -15,7 +15,7 @@ from starling.configuration import read_saved
 from starling.errors import CheckpointError, ConfigError, DataError
 from starling.speech.decoding import DecodingConfig
 from starling.speech.features import spliced
-from starling.speech.hybrid import SequencesConfig
+from starling.speech.hybrid import AlignedFrames, Frames, FrameWriter, SequencesConfig, save_states
 from starling.speech.hybrid.alignment import (
     SPLICE,
     Gaussians,
@@ -25,7 +25,6 @@ from starling.speech.hybrid.alignment import (
     from_ctc,
     tie_states,
 )
-from starling.speech.hybrid.store import AlignedFrames, Frames, FrameWriter, save_states
 from starling.speech.hybrid.tying import (
     STATES_FILE,
     StateSpeller,

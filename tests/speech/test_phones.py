@@ -17,10 +17,9 @@ from starling.speech.espeak import pronounce
 from starling.speech.features import FeatureConfig, LogMel
 from starling.speech.models import Architecture, build_model, model_config
 from starling.speech.models.network import Network
-from starling.speech.phones import PHONES_FILE, Phones, PhonesConfig, make_phones, read_lexicon
 from starling.speech.recogniser import Recogniser
 from starling.speech.store import SpeechSet
-from starling.speech.tokens import CharacterTokenizer
+from starling.speech.tokens import PHONES_FILE, CharacterTokenizer, Phones, PhonesConfig, make_phones, read_lexicon
 from starling.speech.training.workload import Batch, load_batch, speech_loss
 from tests.speech.test_losses import path_sum
 

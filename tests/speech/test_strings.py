@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from starling.speech.corpora import Utterance
-from starling.speech.strings import StringsConfig, join_strings, plan_strings
+from starling.speech.corpora import StringsConfig, Utterance, join_strings, plan_strings
 
 
 @given(

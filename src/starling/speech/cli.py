@@ -202,7 +202,7 @@ def align(
     Words are pronounced as in training (model.phones), or else as they are spelled. The first call learns word times
     from the experiment's training set, and keeps them in its folder align.
     """
-    from starling.speech.phones import PhonesConfig
+    from starling.speech.tokens import PhonesConfig
     from starling.speech.transcribing.aligning import align_files
 
     if voice is not None and lexicon is not None:
@@ -248,6 +248,6 @@ def export(
     average: Average = None,
 ) -> None:
     """Write the newest model of an experiment to a folder: weights, tokens, language model, and a model card."""
-    from starling.speech.exporting.export import export
+    from starling.speech.exporting import export
 
     export(experiment, folder, typer.echo, onnx, best, average)

@@ -14,10 +14,9 @@ from starling.configuration import Config, differing, digest
 from starling.errors import did_you_mean
 from starling.speech.batch_plan import SetNames
 from starling.speech.check.findings import CheckConfig
-from starling.speech.corpora import CorpusConfig, SeveralCorpus, Utterance, settings_of
+from starling.speech.corpora import CorpusConfig, SeveralCorpus, StringsConfig, Utterance, settings_of
 from starling.speech.object_store import address_problem
 from starling.speech.shards import FORMAT
-from starling.speech.strings import StringsConfig, copies_problem
 from starling.speech.usable import Checking, FilterConfig, Source, TextStyle, left_out_of
 
 _SEEDS = 2**63  # the number of values of `derive_seed`
@@ -120,8 +119,9 @@ class DataConfig(Config):
             for name in known
             if not name or Path(name).name != name or name.startswith(".") or name.endswith(".partial")
         ]
-        if self.strings is not None and (problem := copies_problem(self.strings, known)):
-            problems.append(problem)
+        copies = None if self.strings is None else self.strings.copies
+        if isinstance(copies, dict) and (unknown := [name for name in copies if name not in known]):
+            problems.append(f"strings.copies names unknown sets: {', '.join(unknown)}")
         if self.remote is not None and (problem := address_problem(self.remote, self.storage_options)):
             problems.append(problem)
         if self.remote is None and self.storage_options:

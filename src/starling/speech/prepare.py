@@ -18,7 +18,7 @@ from typing import Any
 
 from starling.errors import ConfigError, DataError, some
 from starling.files import sync
-from starling.speech.corpora import Utterance
+from starling.speech.corpora import Utterance, join_strings, plan_strings
 from starling.speech.data import DataConfig, set_digest, set_settings, setting_differences, source_of
 from starling.speech.object_store import ObjectFolder, StorageOptions
 from starling.speech.prepare_stages import (
@@ -35,7 +35,6 @@ from starling.speech.recipe import Recipe
 from starling.speech.shard_writer import ShardIndex, write_index
 from starling.speech.shards import INDEX_FILES, REMOTE, SetSummary, parse_summary, read_summary
 from starling.speech.store import SpeechSet
-from starling.speech.strings import join_strings, plan_strings
 from starling.speech.usable import NO_SPEAKER, Checker, Source
 
 SETTINGS = "settings.json"

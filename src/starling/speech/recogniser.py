@@ -26,9 +26,8 @@ from starling.speech.hybrid.viterbi import WordDecoder, aligned
 from starling.speech.models import ModelConfig, build_model
 from starling.speech.models.network import Decoder, Network
 from starling.speech.models.transformer import AttentionDecoder
-from starling.speech.phones import PHONES_FILE, Phones
 from starling.speech.resampling import resampled
-from starling.speech.tokens import BLANK, Tokenizer, load_tokenizer
+from starling.speech.tokens import BLANK, PHONES_FILE, Phones, Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from starling.speech.store import SpeechSet, SpeechSets

@@ -16,15 +16,14 @@ from pydantic import Field, model_validator
 
 from starling.configuration import Config
 from starling.errors import DataError
-from starling.speech.audio import noting_short
+from starling.speech.audio import Audio, noting_short
 from starling.speech.augmentation import AugmentConfig
-from starling.speech.corpora import Audio, Utterance
+from starling.speech.corpora import StringsConfig, Utterance
 from starling.speech.corpora.lines import read_table, write_table
 from starling.speech.features import LogMel
 from starling.speech.levels import loud_frames
 from starling.speech.models import Architecture
 from starling.speech.store import SpeechSets
-from starling.speech.strings import StringsConfig
 from starling.speech.tokens import Tokenizer
 
 

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from starling.chance import one_thread
 from starling.errors import ConfigError, DataError
+from starling.speech.audio import Audio
 from starling.speech.check.findings import CheckConfig, Finding, Kind
-from starling.speech.corpora import Audio, Utterance
+from starling.speech.corpora import Utterance, plan_strings
 from starling.speech.prepare_stages import Meter, OnProgress
 from starling.speech.store import SpeechSet
-from starling.speech.strings import plan_strings
 from starling.speech.usable import Checker, Checking, DropKind, FilterConfig, Source, resampled
 
 K = TypeVar("K")

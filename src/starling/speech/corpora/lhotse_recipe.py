@@ -21,7 +21,7 @@ from pydantic import Field, field_validator
 from starling.errors import DataError, did_you_mean
 from starling.speech.audio import MAX_SECONDS, Audio, read_audio
 from starling.speech.corpora.lines import read_json_lines, told_as
-from starling.speech.corpora.utterance import FileCorpus, NamedSets, Utterance
+from starling.speech.corpora.manifests import FileCorpus, NamedSets, Utterance
 
 Rewriting = tuple[tuple[str, str], ...]
 """Regular expressions and the replacements of their matches, in the order in which they are applied."""

@@ -11,7 +11,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from starling.configuration import Config
 from starling.speech.audio import Audio
-from starling.speech.corpora.utterance import Utterance
+from starling.speech.corpora.manifests import Utterance
 from starling.speech.espeak import Sentence, speak
 
 DIGITS = ("ZERO", "ONE", "TWO", "THREE", "FOUR", "FIVE", "SIX", "SEVEN", "EIGHT", "NINE")

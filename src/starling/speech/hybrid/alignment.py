@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from starling.speech.hybrid.store import Frames
+from starling.speech.hybrid import Frames
 from starling.speech.hybrid.tying import ContextState, StateSpeller, StateTree, Statistics, grow_tree
 from starling.speech.hybrid.viterbi import best_path, ctc_spans
 

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, Field, ModelWrapValidatorHandler, Validatio
 
 from starling.configuration import Config
 from starling.errors import require
-from starling.speech.phones import PhonesConfig
+from starling.speech.tokens import PhonesConfig
 
 if TYPE_CHECKING:
     from torch import nn

@@ -17,7 +17,7 @@ from starling.files import writing
 from starling.reporting.progress import Say
 from starling.speech.decoding import DecodingConfig
 from starling.speech.features import LogMel
-from starling.speech.hybrid import AlignmentConfig, StatesConfig
+from starling.speech.hybrid import AlignmentConfig, Frames, FrameWriter, StatesConfig, save_states
 from starling.speech.hybrid.alignment import (
     Labels,
     StateSequences,
@@ -27,7 +27,6 @@ from starling.speech.hybrid.alignment import (
     from_ctc,
     tie_states,
 )
-from starling.speech.hybrid.store import Frames, FrameWriter, save_states
 from starling.speech.hybrid.tying import StateSpeller, TiedStates, check_words, read_words, words_of
 from starling.speech.hybrid.viterbi import ctc_row
 from starling.speech.recipe import Recipe

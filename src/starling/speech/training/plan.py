@@ -29,8 +29,7 @@ from starling.speech.batch_plan import (
     fill_buckets,
     in_similar_groups,
 )
-from starling.speech.hybrid import SequencesConfig
-from starling.speech.hybrid.store import AlignedFrames
+from starling.speech.hybrid import AlignedFrames, SequencesConfig
 from starling.speech.recipe import Recipe
 from starling.speech.store import Member, SpeechSets
 from starling.speech.usable import kept_utterances

@@ -25,13 +25,12 @@ from starling.speech.features import LogMel
 from starling.speech.hybrid.tying import TiedStates
 from starling.speech.models import count_parameters
 from starling.speech.models.architectures import PublishedConfig
-from starling.speech.phones import Phones, make_phones
 from starling.speech.prepare import prepare_all
 from starling.speech.prepare_stages import OnProgress
 from starling.speech.recipe import Recipe, earlier_recipe
 from starling.speech.recogniser import Recogniser
 from starling.speech.store import SpeechSets
-from starling.speech.tokens import Tokenizer, make_tokenizer
+from starling.speech.tokens import Phones, Tokenizer, make_phones, make_tokenizer
 from starling.speech.trained import load_newest
 from starling.speech.training.frames import make_frames, too_few_frames
 from starling.speech.training.plan import FramePlan, load_plan, open_training_set

@@ -17,10 +17,9 @@ from starling.errors import DataError
 from starling.speech.augmentation import AugmentConfig, augmented, draw_warps, spec_augment
 from starling.speech.features import LogMel, attempt
 from starling.speech.models import Architecture
-from starling.speech.phones import Phones
 from starling.speech.recogniser import Recogniser
 from starling.speech.store import SpeechSet, SpeechSets
-from starling.speech.tokens import BLANK, Tokenizer, encoded_each
+from starling.speech.tokens import BLANK, Phones, Tokenizer, encoded_each
 from starling.speech.training.plan import FramePlan, UtterancePlan
 from starling.speech.usable import frames_of_all
 from starling.training.freezing import freeze

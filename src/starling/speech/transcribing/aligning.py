@@ -25,12 +25,12 @@ from starling.files import replace_file, save_tensors, writing
 from starling.reporting.progress import Bars, Say
 from starling.speech.audio import opened
 from starling.speech.features import FeatureConfig, LogMel
+from starling.speech.hybrid import Frames, FrameWriter
 from starling.speech.hybrid.alignment import SPLICE, StateSequences, align_with_gaussians, estimated
-from starling.speech.hybrid.store import Frames, FrameWriter
 from starling.speech.hybrid.tying import StateSpeller
 from starling.speech.hybrid.viterbi import path_of
-from starling.speech.phones import PhonesConfig, make_phones, read_lexicon
 from starling.speech.store import SpeechSet
+from starling.speech.tokens import PhonesConfig, make_phones, read_lexicon
 from starling.speech.trained import load_recogniser, open_experiment
 from starling.speech.transcribing.segmenter import Piece
 from starling.speech.transcribing.transcriber import Transcriber
