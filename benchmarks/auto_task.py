@@ -24,7 +24,7 @@ class Imitation(Watched):
     here."""
 
     def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+        self.seconds = seconds
 
     @cached_property
     def _teacher(self) -> nn.Module:
@@ -40,8 +40,8 @@ class Imitation(Watched):
         return [self._points(derive_seed(3, "points", ticket.epoch, ticket.index), BATCH_SIZE)]
 
     def loss(self, model: nn.Module, examples: Batch) -> Tensor:
-        if self._seconds > 0.0:
-            time.sleep(self._seconds)
+        if self.seconds > 0.0:
+            time.sleep(self.seconds)
         return nn.functional.cross_entropy(model(examples.inputs), examples.targets)
 
     @cached_property

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 
+import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from starling.engines.processes.handshake import Peers
@@ -112,14 +113,32 @@ def test_a_background_that_still_waits_for_a_vanished_machine_is_no_wait_of_the_
     assert waits.longest() is None
 
 
-def test_time_in_which_the_process_stood_still_is_no_wait() -> None:
-    """Who was stopped did not wait for the others: they waited for it."""
+@pytest.mark.parametrize("is_seen_by_beat", [False, True])
+def test_time_in_which_the_process_stood_still_is_no_wait(is_seen_by_beat: bool) -> None:
+    """A stopped learner did not wait for the others: they waited for it. Whichever thread runs first notices the
+    stop."""
     clock = Clock()
     waits = Waits(clock)
+    waits.beat()
+    began = waits.running()
     with waits.waiting("a mean"):
         clock.now += 30.0
-        waits.forget(29.5)
+        if is_seen_by_beat:
+            assert waits.beat() == 29.5
+        assert waits.running() - began == 0.5
         assert waits.longest().seconds == 0.5  # type: ignore[union-attr]
+    assert waits.beat() == (0.0 if is_seen_by_beat else 29.5)
+    assert (waits.newly_stopped(), waits.newly_stopped()) == (29.5, 0.0)
+    clock.now += 1.0
+    assert waits.running() - began == 1.5
+
+
+def test_without_heartbeats_no_time_counts_as_stopped() -> None:
+    clock = Clock()
+    waits = Waits(clock)
+    began = waits.running()
+    clock.now += 30.0
+    assert (waits.running() - began, waits.newly_stopped()) == (30.0, 0.0)
 
 
 def test_who_has_not_written_a_key_is_known_while_it_is_awaited() -> None:

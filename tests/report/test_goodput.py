@@ -59,6 +59,25 @@ def test_the_time_of_two_machines_one_of_which_is_killed_and_restarted() -> None
     assert str(found).startswith("goodput 60.1 % of 75 s of machine time; lost work 2.5 %, waiting for peers 5.3 %")
 
 
+def test_what_only_a_killed_learner_had_is_lost_and_stopped_time_is_no_machine_time() -> None:
+    clock = Clock()
+    roster = Roster(2, clock)
+    clock.now = 120.0
+    for learner in range(2):
+        new = Stretch(learner, batches=10, frames=10, computing=10.0, stopped=5.0)
+        roster.hear(learner, Progress(learner, new, new))
+        roster.hear(learner, Heartbeat(10, num_unshared=2.5))
+    roster.lose(1, "was killed")
+    roster.announce(Membership(1, (0,)))
+    found = goodput_of(roster, {0: 10, 1: 10})
+    assert found is not None
+    assert (found.machines, found.useful, found.lost_work) == (30.0, 17.5, 2.5)
+    assert (during := goodput_of(roster)) is not None
+    assert during == found
+    roster.hear(0, Ended(10))  # all learners have the same model then
+    assert goodput_of(roster) == found
+
+
 def test_a_learner_that_has_ended_has_no_machine() -> None:
     clock = Clock()
     roster = Roster(1, clock)

@@ -199,7 +199,7 @@ def test_a_learner_writes_what_it_knows_into_its_own_log_and_not_too_often(tmp_p
     """Once, again when the wait has doubled, and when it is over; the time in which it did not run is no wait."""
     clock, lines = Clock(), list[str]()
     waits = Waits(clock)
-    heartbeat = HeartbeatSource(3, Recorder(tmp_path), lines.append, waits, 10.0, clock)
+    heartbeat = HeartbeatSource(3, Recorder(tmp_path), lines.append, waits, 10.0)
 
     def go_on(seconds: float) -> None:
         for _ in range(int(seconds / 0.5)):

@@ -3,7 +3,6 @@ was seen."""
 
 import sys
 import threading
-import time
 from collections.abc import Callable, Generator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -34,7 +33,7 @@ from starling.recipe.run import RunConfig, recipe_digest
 from starling.reporting.metrics import Curves
 from starling.reporting.progress import say_on
 from starling.reporting.stalls import TIMES_AS_LONG, own_line, resumed_line
-from starling.timeouts import CURVES_EVERY, HEARTBEAT_EVERY, LOG_EVERY, SEND_EVERY, SHORT_WAIT, STOPPED_AFTER, Seconds
+from starling.timeouts import CURVES_EVERY, HEARTBEAT_EVERY, LOG_EVERY, SEND_EVERY, SHORT_WAIT, Seconds
 from starling.training.job import Job
 from starling.training.membership import Membership, MembershipObserver
 from starling.workload import Position
@@ -138,26 +137,22 @@ class HeartbeatSource:
     write: Callable[[str], None]
     waits: Waits
     long_seconds: Seconds = 10.0
-    clock: Callable[[], Seconds] = time.monotonic
     _last: Stall | None = None
     """Stall that was logged last."""
     _again_at: Seconds = 0.0
 
     def __post_init__(self) -> None:
-        self._last_beat = self.clock()
+        self.waits.beat()
 
     def beat(self) -> Heartbeat:
         """Make a heartbeat and log stalls; call this every `HEARTBEAT_EVERY` seconds."""
-        now = self.clock()
-        stopped, self._last_beat = now - self._last_beat - HEARTBEAT_EVERY, now
-        if stopped > STOPPED_AFTER:
-            self.waits.forget(stopped)
+        if stopped := self.waits.beat():
             self.write(
                 f"learner {self.learner_id} did not run for {stopped:.1f} s: it was stopped or got no processor time"
             )
         wait = self.waits.longest(SHORT_WAIT)
         self._log(wait)
-        return Heartbeat(self.recorder.num_steps, wait)
+        return Heartbeat(self.recorder.num_steps, wait, self.recorder.num_unshared(self.learner_id))
 
     def _log(self, wait: Stall | None) -> None:
         if self._last is not None and (wait is None or wait.number != self._last.number):

@@ -20,7 +20,7 @@ from starling.launch.messages import LearnerMessage, ModelSaved, Progress, Saved
 from starling.reporting.epochs import SPENT, Advice, Tally, epoch_line, progress_line
 from starling.reporting.metrics import Curves
 from starling.reporting.progress import Say
-from starling.training.job import ClaimReport, EpochReport, Observer, StepReport
+from starling.training.job import ClaimReport, EpochReport, Observer, StepReport, Unshared
 from starling.workload import Position
 
 Listener = Callable[[Progress], None]
@@ -80,6 +80,8 @@ class _Own:
     written: Stretch = field(default_factory=Stretch)
     """The learner's sums at the end of its last stretch."""
     num_written: int = 0
+    unshared: Unshared | None = None
+    """The learner's counter of steps that no other learner has received."""
 
 
 class Recorder(Observer):
@@ -116,6 +118,11 @@ class Recorder(Observer):
         """The number of mini-batches so far."""
         return sum(own.tally.all.batches for own in list(self._learners.values()))  # heartbeats ask from another thread
 
+    def num_unshared(self, learner: int) -> float:
+        """Return the number of steps that would now be lost with a learner."""
+        counter = self._learners[learner].unshared if learner in self._learners else None
+        return counter.count if counter is not None else 0.0
+
     @property
     def records(self) -> bool:
         return True
@@ -136,6 +143,7 @@ class Recorder(Observer):
     def on_step(self, report: StepReport) -> None:
         own = self._learners[report.rank]
         own.tally.add(report)
+        own.unshared = report.unshared
         now = own.tally.all.end
         own.begin = now if own.begin is None else own.begin
         if own.num_written < self._exact or now - own.written.end >= (now - own.begin) / self._exact:

@@ -144,6 +144,8 @@ def _train(task: Task[RecipeT], recipe: RecipeT, folder: ExperimentFolder, event
             began(each)
 
         def regrouped(membership: Membership, line: str) -> None:
+            for name in roster.members:
+                roster.learners[name].attempt.num_unshared = recorder.num_unshared(name)
             for joined in {*membership.members} - {*roster.members}:
                 began(roster.start(joined))
             roster.announce(membership)

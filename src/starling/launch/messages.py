@@ -62,6 +62,8 @@ class Heartbeat(LearnerMessage, kind="heartbeat"):
     """Number of mini-batches that this process has computed; None before it trains."""
     stall: Stall | None = None
     """Current wait of the learner, if it is a long one."""
+    num_unshared: float = 0.0
+    """Number of the learner's mini-batches whose effect would be lost with it, because no other learner has it."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,8 @@ class Stretch:
     """Time spent on gradients and steps."""
     waiting_for_data: Seconds = 0.0
     waiting_for_peers: Seconds = 0.0
+    stopped: Seconds = 0.0
+    """Time for which the process was stopped; it is in none of the other times."""
     rounds: int = 0
     """Number of averaging rounds; this and the next three fields are counted when an epoch ends."""
     bytes_sent: int = 0

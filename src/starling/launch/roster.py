@@ -85,6 +85,8 @@ class Attempt:
     """Whether the process has reported progress since it entered a membership."""
     wait: Stall | None = None
     """Current long wait of the process, as last reported."""
+    num_unshared: float = 0.0
+    """Number of mini-batches whose effect only this process has, as last reported."""
     wait_began_at: float = 0.0
     ended_at: float | None = None
     """Time at which the process ended, or was lost; None while it lives."""
@@ -110,6 +112,8 @@ class LearnerRecord:
     """Number of mini-batches that all processes of the learner have computed."""
     num_before: int = 0
     """Number of mini-batches that its earlier processes have computed."""
+    num_lost: float = 0.0
+    """Number of mini-batches whose effect was lost with its earlier processes."""
     earlier_life: Seconds = 0.0
     """Time for which its earlier processes existed."""
     entering: Seconds = 0.0
@@ -265,7 +269,7 @@ class Roster:
                     record.num_steps = record.num_before + message.num_steps
                     if message.num_steps and record.state is LearnerState.STARTING:
                         record.state = LearnerState.TRAINING  # an unwatched learner reports no membership
-                    attempt.wait = message.stall
+                    attempt.wait, attempt.num_unshared = message.stall, message.num_unshared
                     attempt.wait_began_at = now - message.stall.seconds if message.stall else 0.0
                 case Progress():
                     epoch = message.epoch + 1
@@ -287,6 +291,7 @@ class Roster:
                 case Ended():
                     attempt.doing, attempt.doing_since = "ending", now
                     record.num_steps, attempt.wait = record.num_before + message.num_steps, None
+                    attempt.num_unshared = 0.0  # all learners agree at the end
                     self._end(record)
                     _advance(record, LearnerState.ENDED)
                 case Failed():
@@ -317,6 +322,7 @@ class Roster:
     def _end(self, record: LearnerRecord) -> None:
         if record.attempt.ended_at is None:
             record.attempt.ended_at = self.clock()
+            record.num_lost += record.attempt.num_unshared
 
     def records(self, learner_ids: Collection[int]) -> list[LearnerRecord]:
         """The records of these learners, without those that were lost or left."""

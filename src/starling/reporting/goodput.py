@@ -16,11 +16,12 @@ class Goodput:
     """The use of the time of all machines of a run, in seconds on the engine's clock."""
 
     machines: Seconds
-    """Time for which the learners' processes existed, summed over all of them."""
+    """Time for which the learners' processes existed and were not stopped, summed over all of them."""
     useful: Seconds
     """Time spent on gradients and steps whose mini-batches count as done."""
     lost_work: Seconds
-    """Time spent on gradients and steps whose mini-batches were computed again, or dropped."""
+    """Time spent on gradients and steps whose mini-batches were computed again or dropped, or were lost with a learner
+    before another learner had their effect."""
     waiting_for_peers: Seconds
     waiting_for_data: Seconds
     entering: Seconds
@@ -50,14 +51,15 @@ def goodput_of(roster: Roster, num_done: Mapping[int, int] | None = None) -> Goo
     """Return the goodput of a run so far, or None before a learner has reported work.
 
     `num_done` contains, for each learner, the number of its mini-batches that count as done. Without it, all computed
-    mini-batches count as done.
+    mini-batches count as done, unless they were lost with a learner.
     """
     useful = lost = peers = data = machines = entering = 0.0
     with roster.lock:
         for record in roster.learners.values():
             work, number = record.done, max(record.num_steps, record.done.batches)
-            done = 1.0 if num_done is None or not number else min(1.0, num_done.get(record.learner_id, 0) / number)
+            kept = number if num_done is None else num_done.get(record.learner_id, 0)
+            done = min(1.0, max(0.0, kept - record.num_lost) / number) if number else 1.0
             useful, lost = useful + done * work.computing, lost + (1.0 - done) * work.computing
             peers, data = peers + work.waiting_for_peers, data + work.waiting_for_data
-            machines, entering = machines + roster.life(record), entering + record.entering
+            machines, entering = machines + roster.life(record) - work.stopped, entering + record.entering
     return Goodput(machines, useful, lost, peers, data, entering) if machines and useful + lost else None

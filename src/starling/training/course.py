@@ -107,6 +107,7 @@ class CourseLearner(ReplicaLearner):
             self.cuts.on_cut = lambda barrier, cut, turn: observer.on_event(
                 life.name, "cut", barrier=barrier, round=cut, turn=turn
             )
+        self.is_served = job.strategy.is_served
         self.has_common_state = job.strategy.has_common_state(job.options)
         if job.strategy.compresses_gradients(job.options):
             replica.sometimes_unused.update(range(len(replica.parameters)))
@@ -202,6 +203,7 @@ class CourseLearner(ReplicaLearner):
         if self._weight != 1.0 and self._is_own(gradient):
             gradient, rate = gradient / self._weight, rate * self._weight
         self.count_finite(self.replica.step(gradient, rate))
+        self.statistics.unshared.add_step()
         if self.job.strategy.steps_itself:
             self._finish_ticket()
 
@@ -485,5 +487,6 @@ class CourseLearner(ReplicaLearner):
                 num_frames=sum(examples.num_frames for examples in batch),
                 audio_seconds=sum(examples.seconds for examples in batch),
                 spent=self.statistics.spent_now(),
+                unshared=None if self.job.strategy.has_one_model else self.statistics.unshared,
             )
             self._observer.on_step(report)

@@ -2,7 +2,7 @@
 observers receive."""
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from operator import add
@@ -109,6 +109,41 @@ class Spent:
     computing: float = 0.0
     waiting_for_data: float = 0.0
     waiting_for_peers: float = 0.0
+    stopped: float = 0.0
+    """Time for which the process was stopped, as by SIGSTOP; it is in none of the other times."""
+
+
+class Unshared:
+    """Counts the steps of a learner that no other learner has received, as a mean over the learner's weights.
+
+    A message that contains a part of the weights, or of their change, shares the steps of as large a part of them; each
+    part is assumed to be sent in turn.
+    """
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._parts = deque([(1.0, 0)])  # parts of the weights, with the number of steps when they were sent last
+        self._lock = threading.Lock()  # foreground and background send
+
+    def add_step(self) -> None:
+        """Count a step."""
+        self._num_steps += 1
+
+    def send(self, part: float, num_ahead: int = 0) -> None:
+        """Count a message with a `part` of the weights, between 0 and 1. The next `num_ahead` steps are shared, too."""
+        with self._lock:
+            self._parts.append((part, self._num_steps + num_ahead))
+            while part > 0.0:
+                oldest, at = self._parts.popleft()
+                if oldest > part:
+                    self._parts.appendleft((oldest - part, at))
+                part -= oldest
+
+    @property
+    def count(self) -> float:
+        """The number of steps that would be lost with the learner."""
+        with self._lock:
+            return sum(part * max(0, self._num_steps - at) for part, at in self._parts)
 
 
 @dataclass(frozen=True)
@@ -155,6 +190,8 @@ class StepReport:
     audio_seconds: float
     spent: Spent = field(default_factory=Spent)
     """Times that the learner spent from the beginning of its epoch to the end of this gradient."""
+    unshared: Unshared | None = None
+    """The learner's counter of steps that would be lost with it; None if all learners have the same weights."""
 
 
 @dataclass
@@ -187,6 +224,7 @@ class Statistics:
         self.not_finite_in_a_row = 0
         self.spent = Spent()
         self.averaging = Averaging()
+        self.unshared = Unshared()
         self.lock = threading.Lock()
         """Lock for `averaging`, because the background may change it while an epoch ends."""
         self.under_way: Callable[[], Spent] = Spent

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from starling.checkpoint.state import name_of_state
 from starling.errors import ConfigError, NonFiniteError, ProtocolError
-from starling.learner import Background, Handle, Learner, LocalOptimizer, Shards
+from starling.learner import Background, EncodedMean, Handle, Learner, LocalOptimizer, Shards
 from starling.training.flat import split, split_gradient
 from starling.training.job import Statistics
 from starling.training.order import FREE, Order
@@ -371,6 +371,8 @@ class ReplicaLearner(Learner, LocalOptimizer, Background, Shards):
     """Version of the weights at which the newest gradient is computed."""
     is_averaged = False
     """Whether a mean of the newest gradient has begun."""
+    is_served = False
+    """Whether the strategy has servers, which run in the background of learners."""
     has_common_state: bool
     """Whether the strategy declares that it keeps common state."""
     most_not_finite: int
@@ -383,6 +385,11 @@ class ReplicaLearner(Learner, LocalOptimizer, Background, Shards):
     @property
     def version(self) -> int:
         return self.replica.version_in_turn()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the background of the learner is running now."""
+        return False
 
     @property
     def order(self) -> Order:
@@ -449,6 +456,24 @@ class ReplicaLearner(Learner, LocalOptimizer, Background, Shards):
         """Raise ProtocolError unless there is a learner `peer`."""
         if not 0 <= peer < self.world:
             raise ProtocolError(f"learner {self.rank} cannot exchange with learner {peer} among {self.world} learners")
+
+    def count_mean_of_all(self, of: Tensor | Handle[Tensor] | EncodedMean, group: Sequence[int]) -> None:
+        """Count a mean that shares this learner's work. In a mean over fewer learners than all, such as the learners of
+        a node, the work stays with learners that are lost together."""
+        if len(group) < self.world:
+            return
+        if isinstance(of, Handle):  # the step with this gradient follows
+            self.statistics.unshared.send(1.0, num_ahead=1)
+        else:
+            self.count_sent(of if isinstance(of, Tensor) else of.vector)
+
+    def count_sent(self, tensor: Tensor) -> None:
+        """Count a message that shares this learner's work: weights, a change of them, or either encoded, which counts
+        as all weights. What a server sends is not its own work, and reports are in float64."""
+        weights, is_encoded = self.replica.weights, tensor.dtype == torch.uint8
+        is_work = is_encoded or (tensor.is_floating_point() and tensor.itemsize <= weights.itemsize)
+        if is_work and not (self.is_served and self.is_behind):
+            self.statistics.unshared.send(1.0 if is_encoded else min(1.0, tensor.numel() / len(weights)))
 
     def check_group(self, group: Sequence[int] | None, sync_group: range) -> None:
         """Raise `ProtocolError` unless a mean is over the learner's own sync group."""

@@ -1,7 +1,6 @@
 """A learner process's communication with its peers: messages, means, averaging rounds, and its background thread."""
 
 import threading
-import time
 import warnings
 from abc import abstractmethod
 from collections import defaultdict
@@ -105,7 +104,7 @@ class ConnectedLearner(ReplicaLearner):
         # if all learners form one sync group, only the strategy's own thread computes means
         by_nccl = peers.place.has_own_device(self._device) and (is_whole or not has_other_threads)
         self._by_nccl = by_nccl and not place.sums_in_order
-        self.statistics, self._waits = statistics, peers.waits
+        self.statistics, self.waits = statistics, peers.waits
         self._has_other_threads = has_other_threads
         self.workers = Workers()
         self._staging = Staging(self._device, self.workers["starling-staging"])
@@ -161,6 +160,7 @@ class ConnectedLearner(ReplicaLearner):
 
     def mean(self, of: Tensor | Handle[Tensor] | EncodedMean, group: Sequence[int] | None = None) -> Handle[Tensor]:
         self.check_group(group, self.sync_group)
+        self.count_mean_of_all(of, self.sync_group)
         return self._started(lambda: self._start_mean(of))
 
     def _started(self, start: Callable[[], Handle[T]]) -> Handle[T]:
@@ -225,6 +225,7 @@ class ConnectedLearner(ReplicaLearner):
 
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
         self.check_peer(peer)
+        self.count_sent(tensor)
         return self._started(lambda: self._start_sending(peer, tensor, tag))
 
     def _start_sending(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
@@ -351,10 +352,10 @@ class ConnectedLearner(ReplicaLearner):
         """Start work on a model shard in this process's memory. The work is done when the handle is awaited."""
 
         def result() -> T:
-            begin = time.monotonic()
+            begin = self.waits.running()
             done = do()
             if not self.is_behind:
-                self.statistics.spent.computing += time.monotonic() - begin
+                self.statistics.spent.computing += self.waits.running() - begin
             return done
 
         return ProcessHandle(result)
@@ -415,7 +416,7 @@ class ConnectedLearner(ReplicaLearner):
 
     def reducing(self, model: nn.Module) -> ReducingModel:
         """Wrap `model` so that its gradients are averaged over the sync group while backward runs."""
-        waiting = partial(self._waits.waiting, MEAN_OF_GRADIENT, self._group_processes, is_group=True)
+        waiting = partial(self.waits.waiting, MEAN_OF_GRADIENT, self._group_processes, is_group=True)
         with self.naming_the_lost(MEAN_OF_GRADIENT):
             return ReducingModel(model, self._reducing_group, waiting)
 
@@ -440,7 +441,7 @@ class ConnectedLearner(ReplicaLearner):
     def join_background(self) -> None:
         """Wait until the background, if there is one, has ended, and raise the error with which it ended, if any."""
         if self._background is not None:
-            with self._waits.waiting(OWN_ROUNDS):
+            with self.waits.waiting(OWN_ROUNDS):
                 self._background.join()
             self.release.check()
 
@@ -494,11 +495,11 @@ class ConnectedLearner(ReplicaLearner):
     def _waiting(self, what: str, whom: Sequence[int] = (), is_group: bool = False) -> Generator[None, None, None]:
         """A context in which this thread waits for other learners. The waiting time is counted unless the thread is the
         background."""
-        begin = time.monotonic()
-        with self._waits.waiting(what, whom, is_group):
+        begin = self.waits.running()
+        with self.waits.waiting(what, whom, is_group):
             yield
         if not self.is_behind:
-            self.statistics.spent.waiting_for_peers += time.monotonic() - begin
+            self.statistics.spent.waiting_for_peers += self.waits.running() - begin
 
     def _make_lane(self, number: int, shares_memory: bool) -> _Lane:
         means: OrderedMean | SharedMean

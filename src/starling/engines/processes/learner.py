@@ -164,11 +164,11 @@ class ProcessLearner(ConnectedLearner, CourseLearner):
         return GradientHandle(self.peers.rank, compute)
 
     def step(self, gradient: Tensor, read_at: int | None = None, scale: float = 1.0) -> None:
-        begin = time.monotonic()
+        begin = self.waits.running()
         super().step(gradient, read_at, scale)
         if self._background is not None:
             self.rounds.gradient_made()
-        self.statistics.spent.computing += time.monotonic() - begin
+        self.statistics.spent.computing += self.waits.running() - begin
 
     @property
     def shards(self) -> Self:
@@ -181,7 +181,7 @@ class ProcessLearner(ConnectedLearner, CourseLearner):
 
     def _compute(self, at: Tensor, is_mean: bool = False) -> Tensor:
         """Compute the gradient of the claimed mini-batch at the weights `at`, or the sync group's mean gradient."""
-        begin, waited, flat = time.monotonic(), 0.0, self._flat
+        begin, waited, flat = self.waits.running(), 0.0, self._flat
         if at is not self.replica.weights:
             flat.use_weights(at)
         try:
@@ -197,8 +197,11 @@ class ProcessLearner(ConnectedLearner, CourseLearner):
             if at is not self.replica.weights:
                 flat.use_weights(self.replica.weights)
         if self._has_delays:
-            time.sleep(self.life.delays.after(time.monotonic() - begin - waited))
-        self.statistics.spent.computing += time.monotonic() - begin - waited
+            until = (now := self.waits.running()) + self.life.delays.after(now - begin - waited)
+            while (left := until - self.waits.running()) > 0.0:
+                time.sleep(left)
+        self.statistics.spent.computing += self.waits.running() - begin - waited
+        self.statistics.spent.stopped += self.waits.newly_stopped()
         self.statistics.spent.waiting_for_peers += waited
         self.report_step(loss)
         return flat.gradients

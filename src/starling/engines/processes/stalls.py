@@ -12,6 +12,8 @@ from itertools import count
 from statistics import median
 from typing import Self
 
+from starling.timeouts import HEARTBEAT_EVERY, STOPPED_AFTER
+
 Seconds = float
 BACKGROUND = "starling-background"
 """Prefix of the names of threads in which learners average in the background."""
@@ -85,6 +87,9 @@ class Waits:
         self._clock = clock
         self._names: Sequence[int] = ()
         self._own_rank = -1
+        self._last_beat: Seconds | None = None
+        self._stopped = self._stopped_until_beat = self._told = 0.0
+        self._looking = threading.Lock()
         self.open: dict[int, Wait] = {}
         """The wait of each thread, by its identifier."""
         self._begun: dict[str, float] = {}
@@ -114,11 +119,35 @@ class Waits:
         self._begun[kind] = now
         return now
 
-    def forget(self, seconds: Seconds) -> None:
-        """Exclude from waiting times a period for which this process was stopped."""
-        now = self._clock()
-        for wait in list(self.open.values()):
-            wait.since = min(now, wait.since + seconds)
+    def beat(self) -> Seconds:
+        """Return the time for which this process was stopped since the last call, or 0. After the first call, a thread
+        must call this method every `HEARTBEAT_EVERY` seconds."""
+        with self._looking:
+            before, self._stopped_until_beat = self._stopped_until_beat, self._look()
+            self._last_beat = self._clock()
+            return self._stopped_until_beat - before
+
+    def running(self) -> Seconds:
+        """Return the time on a clock that stands still while this process is stopped, as by SIGSTOP. Without calls of
+        `beat`, stops are not noticed."""
+        with self._looking:
+            return self._clock() - self._look()
+
+    def newly_stopped(self) -> Seconds:
+        """Return the time for which this process was stopped since the last call."""
+        with self._looking:
+            before, self._told = self._told, self._look()
+            return self._told - before
+
+    def _look(self) -> Seconds:
+        """Look for a stop that has just ended: the thread that calls `beat` has not run yet. Waiting times exclude
+        it."""
+        now, beat = self._clock(), self._last_beat
+        if beat is not None and (late := now - beat - HEARTBEAT_EVERY) > STOPPED_AFTER:
+            self._stopped, self._last_beat = self._stopped + late, now
+            for wait in list(self.open.values()):
+                wait.since = min(now, wait.since + late)
+        return self._stopped
 
     def longest(self, than: Seconds = 0.0) -> Stall | None:
         """Return the wait that best explains a stall of this learner, or None if no wait has lasted at least `than`.

@@ -89,13 +89,15 @@ class VirtualLearner(Member):
         num_draws = len(self.begin_gradient()) // self.tickets.ranks_per_learner
         seconds = sum(times.draw() for _ in range(num_draws))
         self.statistics.averaging.bytes_sent += times.communication_bytes
-        seconds += self.life.delays.after(seconds) + self._pause
-        self._pause = 0.0
+        seconds += self.life.delays.after(seconds)
+        paused, self._pause = self._pause, 0.0
         waiting = self._simulation.seconds_cut_off(self.life)  # a claim is answered once the store receives it
 
         def finish(_: object) -> None:
             if self.life.is_dead or self._has_left:
                 return
+            self.statistics.spent.computing -= paused  # the wait for this gradient counts as computing
+            self.statistics.spent.stopped += paused
             loss = begun()
             self._record("gradient", struct.pack("<d", loss or 0.0))
             if loss is not None:
@@ -106,9 +108,9 @@ class VirtualLearner(Member):
                 raise changed_beneath(self.rank)
             return self.replica.gradients
 
-        event = self._environment.timeout(seconds + waiting)
+        event = self._environment.timeout(seconds + paused + waiting)
         event.callbacks.append(finish)
-        computing = seconds - times.communication_seconds
+        computing = seconds + paused - times.communication_seconds
         return VirtualGradient(event, result, lambda: "its own gradient", computing=computing)
 
     def step(self, gradient: Tensor, read_at: int | None = None, scale: float = 1.0) -> None:
@@ -126,6 +128,7 @@ class VirtualLearner(Member):
 
     def mean(self, of: Tensor | Handle[Tensor] | EncodedMean, group: Sequence[int] | None = None) -> Handle[Tensor]:
         self.check_group(group, self.claimers)
+        self.count_mean_of_all(of, self.claimers)
         self.order.flush()
         if isinstance(of, EncodedMean):
             return self._started(self._join_mean(of, 2 * (len(self.claimers) - 1) * of.message_bytes))
@@ -141,6 +144,7 @@ class VirtualLearner(Member):
     def send(self, peer: int, tensor: Tensor, tag: int) -> Handle[None]:
         self.check_peer(peer)
         self.order.flush()
+        self.count_sent(tensor)
         self.statistics.averaging.bytes_sent += tensor.nbytes if peer != self.rank else 0
         return self._started(self._network.send(self.rank, peer, tensor, tag))
 

@@ -1,0 +1,56 @@
+"""The task of the storms in `storm.yaml`: learners whose gradient is a small computation and a fixed sleep, so that
+several learners do not compete for the cores. A perceptron learns another one's classification of points."""
+
+import time
+from typing import Any
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from benchmarks.auto_task import Imitation
+from benchmarks.perceptron import perceptron
+from benchmarks.workloads import Batch
+from starling import Task, TaskRecipe, job_of
+
+WIDTHS = (64, 768, 896, 10)
+"""Of the model, which has 750,000 weights."""
+NUM_BATCHES = 256
+"""Number of mini-batches in an epoch."""
+
+
+class Sleeping(Imitation):
+    """Cross-entropy of the teacher's choice among ten classes; each gradient takes `seconds` longer than it needs."""
+
+    def make_model(self) -> nn.Module:
+        return self.keep(perceptron(WIDTHS))
+
+    def num_batches(self, epoch: int) -> int:
+        return NUM_BATCHES
+
+    def loss(self, model: nn.Module, examples: Batch) -> Tensor:
+        found = nn.functional.cross_entropy(model(examples.inputs), examples.targets)
+        time.sleep(self.seconds)
+        return found
+
+
+class StormRecipe(TaskRecipe):
+    """A recipe of the storms."""
+
+    seconds: float = Field(default=0.6, ge=0.0)
+    """Seconds that each gradient sleeps; simulations need 0."""
+
+
+class Storm(Task[StormRecipe]):
+    """Trains the perceptron, and scores it by its loss on points that were not trained on."""
+
+    settings = StormRecipe
+
+    def make_job(self, recipe: StormRecipe, folder: Any, learners_here: int | None = None) -> Any:
+        return job_of(recipe, Sleeping(recipe.seconds))
+
+    def score(self, recipe: StormRecipe, folder: Any, tell: Any, console: Any, may_be_best: bool = False) -> None:
+        loss = Sleeping(0.0).validation_loss(self.trained_model(recipe, folder))
+        tell(f"loss on new points: {loss:.4f}")
+
+
+STORM = Storm()
