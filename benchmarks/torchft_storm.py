@@ -1,8 +1,8 @@
-"""torchft's DiLoCo in the storm of `starling storm demo --real`: its goodput, as ours is counted.
+"""torchft's DiLoCo in the storm of `starling storm benchmarks/storm.yaml --real`: its goodput, as ours is counted.
 
 Run as `make bench-storm`; the figures are also in `torchft-storm.json`. A lighthouse and four workers, each a replica
-group of its own, train the demo's recipe. Workers are killed, replaced and paused at the times that `starling storm`
-draws. Like our learners, they are forked from a process that has imported torch.
+group of its own, train the task of `storm_task`. Workers are killed, replaced and paused at the times that `starling
+storm` draws. Like our learners, they are forked from a process that has imported torch.
 """
 
 import argparse
@@ -19,27 +19,18 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from starling.experiment.claim import claim_folder
 from starling.experiment.storm import storm
 from starling.launch.preloaded import Forked, Preloaded, preloading
 from starling.launch.rendezvous import loopback_interface
 from starling.reporting.goodput import Goodput
-from starling.speech.recipe import load_recipe
-from starling.speech.training.set_up import set_up
 from starling.training.faults import Fault, Kill, Pause, at_times
 
 Seconds = float
 WORLD = 4
-RECIPE = Path(__file__).parents[1] / "recipes" / "demo.yaml"
-MODULES = (
-    "torchft",
-    "torchft.local_sgd",
-    "starling.speech.training.set_up",
-    "lhotse.dataset",
-    "benchmarks.peer_worker",
-)
+MODULES = ("torchft", "torchft.local_sgd", "benchmarks.peer_worker", "benchmarks.storm_task")
 LOOK_EVERY: Seconds = 0.02
 GRACE: Seconds = 90.0
 """Time after the storm within which all workers must have made their last outer step."""
@@ -70,14 +61,14 @@ class Attempt:
         self.line.close()
         self.ended_at = self.ended_at or time.monotonic()
 
-    def paused(self, begin: float, end: float) -> Seconds:
-        """The part of an interval in which the process was stopped."""
-        return sum(max(0.0, min(end, to) - max(begin, at)) for at, to in self.pauses)
+    def running(self, begin: float, end: float) -> Seconds:
+        """The part of an interval in which the process was not stopped."""
+        return end - begin - sum(max(0.0, min(end, to) - max(begin, at)) for at, to in self.pauses)
 
 
 @dataclass
 class Sums:
-    """The time of all workers, in seconds."""
+    """The time of all workers, in seconds. Time in which a worker is stopped counts nowhere."""
 
     machines: Seconds = 0.0
     in_model: Seconds = 0.0
@@ -91,46 +82,43 @@ class Sums:
     waiting_for_data: Seconds = 0.0
     starting: Seconds = 0.0
     regrouping: Seconds = 0.0
-    paused: Seconds = 0.0
-    """The part of `in_model` in which the worker was stopped."""
 
     def add(self, attempt: Attempt) -> None:
         """Add the time of one process."""
-        pending = paused = 0.0
-        lines = attempt.lines()
+        pending, lines = 0.0, attempt.lines()
         if lines and lines[-1]["kind"] == "end":
             attempt.ended_at = lines[-1]["at"]
-        self.machines += attempt.ended_at - attempt.started_at
+        self.machines += attempt.running(attempt.started_at, attempt.ended_at)
         for line in lines:
-            seconds = line["at"] - line.get("begin", attempt.started_at)
+            seconds = attempt.running(line.get("begin", attempt.started_at), line["at"])
             match line["kind"]:
                 case "ready":
                     self.starting += seconds
                 case "gradient":
-                    pending, paused = pending + seconds, paused + attempt.paused(line["begin"], line["at"])
-                    self.waiting_for_data += line["loading"]
+                    pending += seconds
+                    self.waiting_for_data += attempt.running(line["loading"], line["begin"])
                 case "outer step":
                     if line["regrouped"]:
                         self.regrouping += seconds
                     else:
                         self.waiting_for_peers += seconds
                     if line["committed"] and not line["healed"]:
-                        self.in_model, self.paused = self.in_model + pending, self.paused + paused
+                        self.in_model += pending
                     else:
                         self.rolled_back += pending
-                    pending = paused = 0.0
+                    pending = 0.0
         self.with_the_killed += pending
 
-    def goodput(self, is_strict: bool) -> Goodput:
-        """The goodput. As in the summary of our runs, what a killed worker had computed since its last outer step
-        counts as done, unless the goodput `is_strict`."""
-        lost, useful = self.rolled_back, self.in_model
-        if is_strict:
-            lost += self.with_the_killed
-        else:
-            useful += self.with_the_killed
-        entering = self.starting + self.regrouping
-        return Goodput(self.machines, useful, lost, self.waiting_for_peers, self.waiting_for_data, entering)
+    @property
+    def goodput(self) -> Goodput:
+        return Goodput(
+            machines=self.machines,
+            useful=self.in_model,
+            lost_work=self.rolled_back + self.with_the_killed,
+            waiting_for_peers=self.waiting_for_peers,
+            waiting_for_data=self.waiting_for_data,
+            entering=self.starting + self.regrouping,
+        )
 
 
 def main() -> int:
@@ -158,15 +146,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--faults-per-hour", type=float, default=100.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--every", type=int, default=20, help="gradients between two outer steps")
-    parser.add_argument("--slow", type=float, default=10.0, help="factor by which gradients take longer")
-    parser.add_argument("--utterances", type=int, default=240, help="size of the training set")
+    parser.add_argument("--seconds", type=float, default=0.6, help="time that each gradient sleeps")
     parser.add_argument("--heartbeat-ms", type=int, default=1000, help="silence after which a worker counts as lost")
     parser.add_argument("--join-ms", type=int, default=20000, help="longest wait of a quorum for others that live")
     parser.add_argument("--timeout", type=float, default=20.0, help="longest all-reduce, in seconds")
-    parser.add_argument(
-        "--late", action="store_true", help="a replacement computes until its first outer step, as torchft alone has it"
-    )
-    parser.add_argument("--folder", type=Path, help="keeps the data and the logs here")
+    parser.add_argument("--folder", type=Path, help="keeps the logs here")
     return parser.parse_args(arguments)
 
 
@@ -200,12 +184,12 @@ class Workers:
     def start(self, worker: int, joins: bool = True) -> None:
         """Fork a worker; `joins` if it replaces another one."""
         log, started_at = self.folder / f"worker-{worker}-{len(self.attempts)}.jsonl", time.monotonic()
-        settings = {**self.settings, "worker": worker, "log": str(log), "joins": joins}
+        place = {"worker": worker, "attempt": len(self.attempts), "log": str(log), "joins": joins}
         ours, theirs = socket.socketpair()
         ours.settimeout(GRACE)
         environment = {**os.environ, "RANK": str(worker), "GLOO_SOCKET_IFNAME": loopback_interface()}
         with theirs, self._output(worker).open("ab") as output:
-            module = ["benchmarks.torchft_worker", json.dumps(settings)]
+            module = ["benchmarks.torchft_worker", json.dumps({**self.settings, **place})]
             process = self.preloaded.fork(module, environment, output, theirs, Path.cwd())
         if process is None:
             raise RuntimeError("the process that forks workers is gone")
@@ -271,13 +255,10 @@ def weather(faults: Sequence[Fault], length: Seconds, folder: Path, given: argpa
         )
         stack.callback(lighthouse.shutdown)
         settings = {
-            "world": WORLD,
-            "recipe": str(prepare(folder, given.utterances)),
             "lighthouse": lighthouse.address(),
             "every": given.every,
-            "slow": given.slow,
+            "seconds": given.seconds,
             "timeout": given.timeout,
-            "at_once": not given.late,
         }
         if (preloaded := stack.enter_context(preloading(MODULES))) is None:
             raise RuntimeError("this system cannot fork workers: it needs Linux 5.3")
@@ -297,24 +278,15 @@ def weather(faults: Sequence[Fault], length: Seconds, folder: Path, given: argpa
     return workers
 
 
-def prepare(folder: Path, utterances: int) -> Path:
-    """Synthesise the data, make the untrained model, and return the file of the recipe."""
-    sets = f"{{train: {utterances}, dev: 10, test: 10}}"
-    places = [f"exp={folder / 'exp'}", f"data.folder={folder / 'data'}", f"data.corpus.sets={sets}"]
-    recipe = load_recipe(RECIPE, [*places, f"learners={WORLD}", "strategy=diloco", "batches.num_workers=0"])
-    set_up(recipe, claim_folder(recipe, print), print)
-    return recipe.folder / "config.yaml"
-
-
 def figures(attempts: Sequence[Attempt], mishaps: Sequence[str]) -> dict[str, Any]:
     """The figures for the file, with the lines for the screen as `text`."""
     sums = Sums()
     for attempt in attempts:
         sums.add(attempt)
+    goodput = sums.goodput
     lines = [line for attempt in attempts for line in attempt.lines()]
     outer = [line for line in lines if line["kind"] == "outer step"]
-    counted, strict = sums.goodput(is_strict=False), sums.goodput(is_strict=True)
-    without = (counted.useful - sums.paused) / (counted.machines - sum(each.paused(0, 1e18) for each in attempts))
+    last = max((line for line in lines if line["kind"] == "end"), key=lambda line: line["step"], default=None)
     gradients = [line["at"] - line["begin"] for line in lines if line["kind"] == "gradient"]
     counts = {
         "gradients": len(gradients),
@@ -322,20 +294,18 @@ def figures(attempts: Sequence[Attempt], mishaps: Sequence[str]) -> dict[str, An
         "not_committed": sum(not line["committed"] for line in outer),
         "healed": sum(line["healed"] for line in outer),
     }
+    causes = ("rolled_back", "with_the_killed", "starting", "regrouping")
     text = [
         *mishaps,
-        f"as ours is counted: {counted}",
-        f"of this, gradients since a killed worker's last outer step: {sums.with_the_killed / sums.machines:.1%}; "
-        f"starting {sums.starting / sums.machines:.1%}, regrouping {sums.regrouping / sums.machines:.1%}",
-        f"if these count as lost: {strict}",
-        f"without the time of pauses: {without:.1%}",
+        str(goodput),
+        ", ".join(f"{cause.replace('_', ' ')} {getattr(sums, cause) / sums.machines:.1%}" for cause in causes),
         ", ".join(f"{name.replace('_', ' ')} {number}" for name, number in counts.items())
-        + f"; {sum(gradients) / max(1, len(gradients)):.3f} s a gradient",
+        + f"; {median(gradients or [0.0]):.3f} s a gradient",
+        f"loss on new points: {last['loss']:.4f}" if last else "no worker has ended with a model",
     ]
     return {
-        "goodput": {"ratio": counted.ratio, **counted.losses},
-        "strict": {"ratio": strict.ratio, **strict.losses},
-        "without_pauses": without,
+        "goodput": {"ratio": goodput.ratio, **goodput.losses},
+        "loss": last and last["loss"],
         "seconds": asdict(sums),
         "counts": counts,
         "outer_steps": outer,

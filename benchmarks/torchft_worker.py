@@ -1,16 +1,16 @@
-"""A worker of `benchmarks.torchft_storm`, with torchft's DiLoCo on the demo's recipe: `torchft_worker SETTINGS`.
+"""A worker of `benchmarks.torchft_storm`, with torchft's DiLoCo on the task of `storm_task`: `torchft_worker SETTINGS`.
 
 A worker is a replica group of its own. It writes a line to its log for each gradient and each outer step. When it is
 ready, it tells the launcher so, and hears from it when to end: with the first outer step after that time.
 """
 
+import itertools
 import json
 import os
 import socket
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,15 +22,15 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torchft.local_sgd import DiLoCo
 
 from benchmarks.peer_worker import end_with
-from benchmarks.plain_loop import tickets_of
 from benchmarks.rivals import OUTER_MOMENTUM, OUTER_RATE
-from starling.experiment.folder import ExperimentFolder
+from benchmarks.storm_task import Sleeping
+from starling.experiment.task import job_of, load_recipe
 from starling.launch.link import VARIABLE
-from starling.speech.recipe import load_recipe
-from starling.speech.training.set_up import make_job
+from starling.workload import Ticket
 
 Seconds = float
-ENDLESS = 1 << 40
+RECIPE = Path(__file__).with_name("storm.yaml")
+"""Its optimizer is the inner one; the rate is constant."""
 
 
 @dataclass(frozen=True)
@@ -38,22 +38,19 @@ class Settings:
     """What a worker does, and for how long."""
 
     worker: int
-    world: int
-    recipe: str
-    """File of the recipe; its folder has been set up."""
+    attempt: int
+    """Number of processes that were started earlier, of all workers; each process draws points of its own."""
     lighthouse: str
     """Address of the lighthouse."""
     log: str
     joins: bool
-    """Whether the worker replaces a killed one."""
+    """Whether the worker replaces a killed one; it then asks for its peers' state before it computes."""
     every: int
     """Number of gradients between two outer steps."""
-    slow: float
-    """Factor by which gradients take longer than their computation."""
+    seconds: Seconds
+    """Time that each gradient sleeps."""
     timeout: Seconds
     """Longest time for an all-reduce, or for the transfer of a state."""
-    at_once: bool
-    """Whether a replacement asks for the peers' state before it computes gradients."""
 
 
 class Group(torchft.ProcessGroupGloo):  # type: ignore[misc]
@@ -88,9 +85,9 @@ def main(settings: Settings) -> None:
         def note(kind: str, **fields: Any) -> None:
             log.write(json.dumps({"kind": kind, "at": time.monotonic(), **fields}) + "\n")
 
-        recipe = load_recipe(Path(settings.recipe))
-        job = make_job(recipe, ExperimentFolder(recipe.folder))
-        model = job.workload.make_model()
+        workload = Sleeping(settings.seconds)
+        job = job_of(load_recipe(RECIPE)[1], workload)
+        model = workload.make_model()
         optimizer = job.make_optimizer(list(model.parameters()))
         outer = torch.optim.SGD(model.parameters(), lr=OUTER_RATE, momentum=OUTER_MOMENTUM, nesterov=True)
 
@@ -118,43 +115,33 @@ def main(settings: Settings) -> None:
             hostname="127.0.0.1",
             init_sync=False,  # models begin equal
         )
-        with (
-            ThreadPoolExecutor(1) as loading,
-            DiLoCo(manager, [model], optimizer, outer, sync_every=settings.every),
-        ):
-            tickets = tickets_of(job, ENDLESS, settings.worker, settings.world)
-            batches = loading.submit(job.workload.load, next(tickets))
-            note("ready")
+        with DiLoCo(manager, [model], optimizer, outer, sync_every=settings.every):
             line.send(b"!")
             ends_at = float(line.recv(64))  # on the clock that all processes of a machine share
             end_with(line)
-            if settings.joins and settings.at_once:
+            note("ready")
+            if settings.joins:
                 optimizer.zero_grad()
                 for _ in range(settings.every - 1):  # steps without gradients, after which DiLoCo's outer step is due
                     optimizer.step()
                 outer_step(optimizer.step, manager, group, note)
-            number = 0
-            while True:
-                before = time.monotonic()
-                (batch,) = batches.result()
-                batches = loading.submit(job.workload.load, next(tickets))
-                begin, computing = time.monotonic(), time.thread_time()
+            for number in itertools.count():
+                loading = time.monotonic()
+                (batch,) = workload.load(Ticket(settings.attempt, number, number))
+                begin = time.monotonic()
                 optimizer.zero_grad()
-                job.workload.loss(model, batch).backward()
+                workload.loss(model, batch).backward()
                 if job.clip_norm is not None:
                     torch.nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm)
-                # of processor time: a pause during the computation is not multiplied
-                time.sleep((settings.slow - 1.0) * (time.thread_time() - computing))
-                number += 1
-                is_last = number % settings.every == 0
+                is_last = (number + 1) % settings.every == 0
                 if not is_last:
                     optimizer.step()
-                note("gradient", begin=begin, loading=begin - before)
+                note("gradient", loading=loading, begin=begin)
                 if is_last:
                     outer_step(optimizer.step, manager, group, note)
                     if time.monotonic() >= ends_at:
                         break
-        note("end", step=manager.current_step())
+        note("end", step=manager.current_step(), loss=workload.validation_loss(model))
     manager.shutdown(wait=False)
     group.abort()
 
