@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PEERS := .venv-peers
 ON_TWO_CORES := --numprocesses 2 --no-loadscope-reorder --durations=20
 
-.PHONY: setup demo test test-all lint house check soak bench bench-peers test-peers gpu docs notebooks wheel smoke clean
+.PHONY: setup demo test test-all lint house check soak bench bench-peers bench-storm test-peers gpu docs notebooks wheel smoke clean
 
 setup: $(VENV)/ready
 
@@ -69,6 +69,10 @@ smoke: wheel
 
 bench-peers: $(PEERS)/ready
 	$(PEERS)/bin/python -m benchmarks.peers --output bench-peers.json
+
+# torchft's DiLoCo in the storm of docs/running.md, on an idle machine; it takes 11 minutes.
+bench-storm: $(PEERS)/ready
+	$(PEERS)/bin/python -m benchmarks.torchft_storm --output torchft-storm.json 2> torchft-storm.log
 
 # The arithmetic of our strategies against that of the same methods in other libraries.
 test-peers: $(PEERS)/ready

@@ -171,7 +171,11 @@ def meet(store: Store, world: int, name: str) -> None:
 
 def end_with_launcher() -> None:
     """End this process when the other end of the launcher's pipe is closed."""
-    line = socket.socket(fileno=int(os.environ.pop("STARLING_LINK_FD")))
+    end_with(socket.socket(fileno=int(os.environ.pop("STARLING_LINK_FD"))))
+
+
+def end_with(line: socket.socket) -> None:
+    """End this process when the other end of `line` is closed."""
 
     def watch() -> None:
         while line.recv(1):

@@ -1,8 +1,12 @@
-"""Starling's `local-sgd` and `diloco` against torchft's, and whether each rival of the benchmarks starts. `make
-test-peers` runs it; elsewhere torchft is absent."""
+"""Starling's `local-sgd` and `diloco` against torchft's, whether each rival of the benchmarks starts, and the storm of
+torchft's DiLoCo. `make test-peers` runs it; elsewhere torchft is absent."""
 
+import json
+import signal
 import sys
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,8 +17,12 @@ from benchmarks.perceptron import perceptron
 from benchmarks.rivals import COLUMNS
 from benchmarks.runs import read_weights
 from benchmarks.starting import Program, run_side_by_side
+from benchmarks.storm_task import WIDTHS as TASK_WIDTHS
+from benchmarks.storm_task import Sleeping
+from benchmarks.torchft_storm import Attempt, figures, parse, weather
 from starling.launch.launcher import loopback_store
 from starling.launch.rendezvous import loopback_interface
+from starling.training.faults import Join, Kill, Pause
 from tests.torchft_process import WIDTHS
 
 pytest.importorskip("torchft")
@@ -62,3 +70,46 @@ def test_diloco_is_not_local_sgd(trained: Path) -> None:
 def test_each_rival_makes_its_first_steps(column: str, tmp_path: Path) -> None:
     (cell,), _ = launched([Case(column, (8, 16, 4), seconds=0.2)], tmp_path, WORLD)
     assert cell.ms_per_gradient > 0.0
+
+
+def test_a_storm_of_torchft_has_a_goodput_and_leaves_no_process(tmp_path: Path) -> None:
+    """A worker is killed, and another one paused; the replacement takes the state of its peers. The model learns."""
+    faults = [Kill(kill=1, at_seconds=5.0), Join(join=1, at_seconds=7.0), Pause(pause=2, at_seconds=9.0, seconds=1.0)]
+    workers = weather(faults, 14.0, tmp_path, parse(["--every", "5", "--seconds", "0.1"]))
+    killed, replacement = workers.attempts[1], workers.attempts[4]
+    assert len(workers.attempts) == 5 and not workers.mishaps
+    assert [each.process.poll() for each in workers.attempts] == [0, -signal.SIGKILL, 0, 0, 0]
+    assert killed.lines()[-1]["kind"] != "end"
+    first = next(line for line in replacement.lines() if line["kind"] == "outer step")
+    assert first["healed"] and first["committed"] and first["workers"] == 4
+    assert workers.attempts[2].running(0.0, 1e9) == pytest.approx(1e9 - 1.0, abs=0.3)
+    found = figures(workers.attempts, [])
+    assert 0.0 < found["goodput"]["ratio"] < 1.0
+    assert sum(found["goodput"].values()) == pytest.approx(1.0)
+    assert found["loss"] < Sleeping(0.0).validation_loss(perceptron(TASK_WIDTHS)) - 0.1
+
+
+def test_gradients_that_no_outer_step_has_are_lost_and_stopped_time_counts_nowhere(tmp_path: Path) -> None:
+    """A worker makes two gradients for each of four outer steps, is paused during the last of these gradients, and is
+    killed after one more."""
+    lines: list[dict[str, Any]] = [{"kind": "ready", "at": 1.0}]
+    for number, (committed, healed) in enumerate([(True, False), (False, False), (True, True), (True, False)]):
+        begin = 1.0 + 3.0 * number
+        lines += [{"kind": "gradient", "loading": at, "begin": at, "at": at + 1.0} for at in (begin, begin + 1.0)]
+        result = {"committed": committed, "healed": healed, "regrouped": number == 0, "step": number}
+        lines.append({"kind": "outer step", "begin": begin + 2.0, "at": begin + 3.0, **result})
+    lines.append({"kind": "gradient", "loading": 13.0, "begin": 13.0, "at": 14.0})
+    log = tmp_path / "worker.jsonl"
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    killed = Attempt(0, log, Mock(), Mock(), started_at=0.0, ended_at=14.5, pauses=[(11.25, 11.75)])
+    found = figures([killed], [])["seconds"]
+    assert found == {
+        "machines": 14.0,
+        "in_model": 3.5,
+        "rolled_back": 4.0,
+        "with_the_killed": 1.0,
+        "waiting_for_peers": 3.0,
+        "waiting_for_data": 0.0,
+        "starting": 1.0,
+        "regrouping": 1.0,
+    }
