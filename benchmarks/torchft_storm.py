@@ -24,6 +24,7 @@ from typing import Any
 
 from starling.experiment.storm import storm
 from starling.launch.preloaded import Forked, Preloaded, preloading
+
 from starling.launch.rendezvous import loopback_interface
 from starling.reporting.goodput import Goodput
 from starling.training.faults import Fault, Kill, Pause, at_times
