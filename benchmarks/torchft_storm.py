@@ -22,9 +22,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from starling.experiment.storm import storm
-from starling.launch.preloaded import Forked, Preloaded, preloading
-
+from starling.experiment.simulate import storm
+from starling.launch.process import Forked, Preloaded, preloading
 from starling.launch.rendezvous import loopback_interface
 from starling.reporting.goodput import Goodput
 from starling.training.faults import Fault, Kill, Pause, at_times
