@@ -132,17 +132,6 @@ class PieceTokenizer:
 Tokenizer = CharacterTokenizer | PieceTokenizer
 
 
-def encoded_each(tokenizer: Tokenizer, texts: Sequence[str], utterances: Sequence[str]) -> list[list[int] | DataError]:
-    """The token ids of each text, or a DataError for a text that the tokens cannot spell."""
-    found: list[list[int] | DataError] = []
-    for text, utterance in zip(texts, utterances, strict=True):
-        try:
-            found.append(tokenizer.encode(text, utterance))
-        except DataError as error:
-            found.append(error)
-    return found
-
-
 def make_tokenizer(config: TokenConfig, texts: Iterable[str]) -> Tokenizer:
     """Make the tokenizer of a recipe from the training texts. The same texts always give the same tokenizer.
 

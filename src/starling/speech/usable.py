@@ -397,11 +397,6 @@ def frames_needed(tokens: list[int]) -> int:
     return len(tokens) + sum(first == second for first, second in pairwise(tokens))
 
 
-def frames_of_all(encoded: Iterable[list[int] | DataError], subsampling: int) -> list[int]:
-    """The number of feature frames that CTC needs for the tokens of each utterance; 0 if they are an error."""
-    return [0 if isinstance(tokens, DataError) else subsampling * frames_needed(tokens) for tokens in encoded]
-
-
 def too_short_for_ctc(
     utterances: Iterable[tuple[str, str, float]],
     tokenizer: Tokenizer,
