@@ -247,12 +247,6 @@ class Phones(Config):
             return []
         return [phone for word in words for phone in self.words[word]]
 
-    def save(self, folder: Path) -> Path:
-        """Write the file of a recogniser's phones, and return its path."""
-        path = folder / PHONES_FILE
-        path.write_text(self.model_dump_json(), encoding="utf-8")
-        return path
-
 
 def make_phones(config: PhonesConfig, texts: Iterable[str]) -> tuple[Phones, list[str]]:
     """Look up the words of `texts` in the lexicon or with espeak-ng. Returns their phones, and the words without
