@@ -355,8 +355,7 @@ def resampled(samples: NDArray[np.float32], rate: int, wanted: int) -> NDArray[n
 
     from starling.speech.resampling import resampled
 
-    result: NDArray[np.float32] = resampled(torch.from_numpy(samples), rate, wanted).numpy()
-    return result
+    return resampled(torch.from_numpy(samples), rate, wanted).numpy()
 
 
 def _check_id(name: str) -> None:
