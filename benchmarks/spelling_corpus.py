@@ -17,7 +17,7 @@ import numpy as np
 import soundfile
 from numpy.typing import NDArray
 
-from starling.speech.corpora.synthetic import ACCENTS, VOICES, add_noise
+from starling.speech.corpora.synthetic import LANGUAGES, VOICES, add_noise
 from starling.speech.espeak import Sentence, speak
 
 RATE = 16000
@@ -96,7 +96,7 @@ def _sentences(name: str) -> Iterator[tuple[str, str, Sentence, NDArray[np.float
     for speaker in range(SPEAKERS[name]):
         random = np.random.default_rng([SEED, sorted(SPEAKERS).index(name), speaker])
         voices: Sequence[str] = VOICES[name]
-        voice = f"{random.choice(ACCENTS)}+{voices[speaker % len(voices)]}"
+        voice = f"{random.choice(LANGUAGES['en'].accents)}+{voices[speaker % len(voices)]}"
         rate, pitch, own_room = int(random.integers(80, 125)), int(random.integers(25, 75)), room(random)
         share = UTTERANCES[name] * (speaker + 1) // SPEAKERS[name] - UTTERANCES[name] * speaker // SPEAKERS[name]
         for _ in range(share):

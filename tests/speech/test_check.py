@@ -235,7 +235,7 @@ def test_similarity_is_that_of_multisets_and_every_near_text_is_found() -> None:
         for i, own in enumerate(bags):
             both = [((own & other).total(), (own | other).total()) for other in bags]
             expected.append({j: a / b for j, (a, b) in enumerate(both) if j != i and a / b >= threshold})
-        assert [dict(near) for near in near_texts(texts, threshold, 4)] == expected
+        assert [dict(near) for near in near_texts(texts, threshold, 4, lambda done, total: None)] == expected
         assert sum(map(len, expected)) > 10
     assert similarity(pieces("ONE", 4), pieces("ONE ONE ONE", 4)) < 0.5
 

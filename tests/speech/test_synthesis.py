@@ -9,7 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from starling.errors import DataError
 from starling.speech.corpora import CorpusConfig, SyntheticCorpus, Utterance
-from starling.speech.corpora.synthetic import ACCENTS, COMMANDS, DIGITS, VOICES, add_noise
+from starling.speech.corpora.synthetic import LANGUAGES, VOICES, add_noise
 from starling.speech.espeak import Sentence, speak
 
 
@@ -37,7 +37,7 @@ def test_no_voice_speaks_in_two_sets() -> None:
 
 def test_every_voice_speaks_in_every_accent_and_the_same_in_every_process() -> None:
     """The synthesiser knows all the voices that we name; none is silent, and none is random by itself."""
-    voices = [f"{accent}+{voice}" for accent in ACCENTS for each in VOICES.values() for voice in each]
+    voices = [f"{accent}+{voice}" for accent in LANGUAGES["en"].accents for each in VOICES.values() for voice in each]
     sentences = [Sentence("turn left stop", voice, 160, 50, 50) for voice in voices]
     runs = [list(speak(sentences)) for _ in range(3)]
     for voice, *spoken in zip(voices, *runs, strict=True):
@@ -51,12 +51,12 @@ def test_every_voice_speaks_in_every_accent_and_the_same_in_every_process() -> N
 def test_utterances_are_digits_and_commands_of_plausible_length() -> None:
     """Texts come from the vocabulary, in the requested shares; a word takes 0.1 to 1 second."""
     utterances = _spoken("train", sets={"train": 200}, commands=0.25, digits=(2, 4))
-    commands = [u for u in utterances if u.text in COMMANDS]
+    commands = [u for u in utterances if u.text in LANGUAGES["en"].commands]
     assert 25 <= len(commands) <= 75
     for utterance in utterances:
         words = utterance.text.split()
-        if utterance.text not in COMMANDS:
-            assert set(words) <= set(DIGITS)
+        if utterance.text not in LANGUAGES["en"].commands:
+            assert set(words) <= set(LANGUAGES["en"].digits)
             assert 2 <= len(words) <= 4
     for utterance in utterances[:40]:
         samples, rate = utterance.read()

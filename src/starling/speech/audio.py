@@ -45,6 +45,7 @@ _MEDIA = {"format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,aac,asf,avi
 """FFmpeg's options, which allow only formats that contain the audio itself. Playlists are excluded because they name
 other files and addresses."""
 _UNKNOWN_FORMAT = 1  # libsndfile's error code
+_UNREADABLE = (OSError, RuntimeError, ValueError, MemoryError)  # soundfile's own errors are RuntimeErrors
 _ESTIMATED_LENGTH = ("MP3", "MPEG")
 _SHORT_CHUNK = re.compile(r"data : (\d+) \(should be (\d+)\)")
 _BLOCK = 1 << 18
@@ -207,8 +208,6 @@ def read_audio(
         DataError: The file is missing, not a regular file, empty, truncated or not audio; the segment is longer than
             an hour or extends beyond the end; `channel` does not exist, or is not given although there are several.
     """
-    import soundfile
-
     check_regular(path)
     with open_audio(path, path) as file:
         try:
@@ -218,7 +217,7 @@ def read_audio(
                 file.seek(first)
             samples = np.concatenate([block[:, column] for block in read_blocks(file, path, count)])
             return samples, int(file.samplerate)
-        except (soundfile.SoundFileError, OSError, RuntimeError, ValueError, MemoryError) as error:
+        except _UNREADABLE as error:
             raise DataError(f"{path}: cannot be read as audio: {error}") from error
 
 
@@ -237,13 +236,11 @@ def noting_short() -> Iterator[list[str]]:
 def read_blocks(file: _File, name: object, count: int | None = None) -> Iterator[NDArray[np.float32]]:
     """Yield the next `count` samples (None: all) in blocks `[n, channels]`. Memory use depends on the samples present,
     not on the header. Raises DataError, whose message begins with `name`, if there are fewer samples, or none."""
-    import soundfile
-
     most, read = max(1, _BLOCK // file.channels), 0
     while count is None or read < count:
         try:
             block = file.read(most if count is None else min(most, count - read), dtype="float32", always_2d=True)
-        except (soundfile.SoundFileError, OSError, RuntimeError, ValueError, MemoryError) as error:
+        except _UNREADABLE as error:
             raise DataError(f"{name}: cannot be read as audio: {error}") from error
         if not len(block):
             break

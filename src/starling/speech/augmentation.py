@@ -20,7 +20,7 @@ from pydantic import AfterValidator, Field
 from starling.chance import borrowed_generators, derive_seeds
 from starling.configuration import Config
 from starling.errors import DataError
-from starling.speech.features import Warp
+from starling.speech.features import Warp, attempt
 
 if TYPE_CHECKING:
     import torch
@@ -265,10 +265,7 @@ def augmented(
         others = [] if config.babble_snr is None else [*waveforms[:place], *waveforms[place + 1 :]]
         usable = [other for other in others if not isinstance(other, DataError)]
         generator = np.random.default_rng(each)
-        try:
-            found[place] = augment_waveform(waveform, sampling_rate, config, generator, usable)
-        except DataError as error:
-            found[place] = error
+        found[place] = attempt(augment_waveform, waveform, sampling_rate, config, generator, usable)
     return found
 
 

@@ -384,8 +384,7 @@ def _normalised_by_speech(features: torch.Tensor) -> torch.Tensor:
 
 def _mel(hertz: NDArray[np.floating]) -> NDArray[np.floating]:
     """The mel scale of Kaldi."""
-    mels: NDArray[np.floating] = 1127.0 * np.log(1 + hertz / 700)
-    return mels
+    return 1127.0 * np.log(1 + hertz / 700)
 
 
 @lru_cache(maxsize=_BANKS_KEPT)

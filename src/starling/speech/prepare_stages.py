@@ -302,10 +302,8 @@ class Processes(Executor):
 
     def look(self, tick: Tick) -> None:
         if self._count is not None:
-            before, self._seen = (
-                self._seen,
-                self._count.get_obj().value,
-            )  # without its lock: a killed process may hold it
+            # without its lock: a killed process may hold it
+            before, self._seen = self._seen, self._count.get_obj().value
             tick(self._seen - before)
 
     def stop(self, at_once: bool) -> None:

@@ -326,12 +326,9 @@ def fixed_settings(recipe: Recipe) -> dict[str, Any]:
             "optimizer": {"name", "options"},
         },
     )
-    if not recipe.features.splice:
-        del fixed["features"]["splice"]
-    if recipe.features.kind == "log-mel":
-        del fixed["features"]["kind"]
-    if recipe.features.pauses is None:
-        del fixed["features"]["pauses"]
+    for key, usual in (("splice", 0), ("kind", "log-mel"), ("pauses", None)):
+        if fixed["features"][key] == usual:
+            del fixed["features"][key]
     set_keys = {key: value for key, value in fixed["model"].items() if value is not None}
     fixed["model"] = set_keys | {key: None for key in _FIRST_SIZES if key not in set_keys}
     if never := [each.parameters for each in recipe.freeze if each.until is None]:

@@ -153,10 +153,10 @@ class Recogniser:
         tensors |= {f"features.{name}": value for name, value in self.features.statistics.items()}
         save_tensors(folder / _WEIGHTS_FILE, {name: value.detach().cpu().clone() for name, value in tensors.items()})
         files = [folder / _WEIGHTS_FILE, self.tokenizer.save(folder)]
-        if self.states is not None:
-            files.append(self.states.save(folder))
-        if self.phones is not None:
-            files.append(self.phones.save(folder))
+        for name, part in ((STATES_FILE, self.states), (PHONES_FILE, self.phones)):
+            if part is not None:
+                (folder / name).write_text(part.model_dump_json(), encoding="utf-8")
+                files.append(folder / name)
         description = _Description(
             format=_FORMAT,
             sampling_rate=self.features.sampling_rate,

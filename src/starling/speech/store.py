@@ -73,18 +73,15 @@ class SpeechSet:
     arrays, which takes about 0.3 s for a million utterances. Unpickling a copy in a worker does not repeat this check.
     """
 
-    name: str
-    sampling_rate: int
-    """Sampling rate in Hz."""
-    durations: NDArray[np.float32]
-    """Duration of each utterance in seconds, `[N]`."""
-    num_samples: NDArray[np.int64]
-    """Number of samples of each utterance, `[N]`."""
-
     def __init__(self, folder: Path, summary: SetSummary, arrays: dict[str, NDArray[Any]], shards: Shards) -> None:
         self.folder, self.summary = folder, summary
-        self.name, self.sampling_rate = summary.name, summary.sampling_rate
-        self.durations, self.num_samples = arrays["durations"], arrays["num_samples"]
+        self.name = summary.name
+        self.sampling_rate = summary.sampling_rate
+        """Sampling rate in Hz."""
+        self.durations: NDArray[np.float32] = arrays["durations"]
+        """Duration of each utterance in seconds, `[N]`."""
+        self.num_samples: NDArray[np.int64] = arrays["num_samples"]
+        """Number of samples of each utterance, `[N]`."""
         self._speaker_of, self._shard_of = arrays["speaker_of"], arrays["shard_of"]
         self._offsets, self._sizes = arrays["offsets"], arrays["sizes"]
         self._checks = arrays["checks"]
@@ -202,13 +199,6 @@ class SpeechSets:
     of a domain. Like a `SpeechSet`, the set is picklable but not thread-safe.
     """
 
-    durations: NDArray[np.float32]
-    """Duration of each utterance in seconds, [N]."""
-    shards: NDArray[np.int32]
-    """The shard of each utterance, `[N]`, ascending. Shards are numbered consecutively over all sets."""
-    numbers: NDArray[np.int32]
-    """The number of each utterance among all utterances of the sets, `[N]`, ascending."""
-
     def __init__(self, members: Sequence[Member]) -> None:
         """Open the sets, which must be ordered by domain.
 
@@ -222,10 +212,14 @@ class SpeechSets:
         self.sampling_rate = self.sets[0].sampling_rate
         """Sampling rate in Hz."""
         self._bounds = [0, *accumulate(len(each) for each in self.sets)]
-        self.numbers = np.arange(self._bounds[-1], dtype=np.int32)
-        self.durations = _joined([each.durations for each in self.sets], [0] * len(self.sets))
+        self.numbers: NDArray[np.int32] = np.arange(self._bounds[-1], dtype=np.int32)
+        """The number of each utterance among all utterances of the sets, `[N]`, ascending."""
+        self.durations: NDArray[np.float32] = _joined([each.durations for each in self.sets], [0] * len(self.sets))
+        """Duration of each utterance in seconds, [N]."""
         num_shards = [len(each.summary.shards) for each in self.sets]
-        self.shards = _joined([each._shard_of for each in self.sets], np.cumsum([0, *num_shards[:-1]]).tolist())
+        firsts = np.cumsum([0, *num_shards[:-1]]).tolist()
+        self.shards: NDArray[np.int32] = _joined([each._shard_of for each in self.sets], firsts)
+        """The shard of each utterance, `[N]`, ascending. Shards are numbered consecutively over all sets."""
         self._prefixes = _prefixes(members) if len(members) > 1 else [""]
 
     def _check(self) -> None:

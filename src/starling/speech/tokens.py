@@ -132,17 +132,6 @@ class PieceTokenizer:
 Tokenizer = CharacterTokenizer | PieceTokenizer
 
 
-def encoded_each(tokenizer: Tokenizer, texts: Sequence[str], utterances: Sequence[str]) -> list[list[int] | DataError]:
-    """The token ids of each text, or a DataError for a text that the tokens cannot spell."""
-    found: list[list[int] | DataError] = []
-    for text, utterance in zip(texts, utterances, strict=True):
-        try:
-            found.append(tokenizer.encode(text, utterance))
-        except DataError as error:
-            found.append(error)
-    return found
-
-
 def make_tokenizer(config: TokenConfig, texts: Iterable[str]) -> Tokenizer:
     """Make the tokenizer of a recipe from the training texts. The same texts always give the same tokenizer.
 
@@ -257,12 +246,6 @@ class Phones(Config):
         if any(word not in self.words for word in words):
             return []
         return [phone for word in words for phone in self.words[word]]
-
-    def save(self, folder: Path) -> Path:
-        """Write the file of a recogniser's phones, and return its path."""
-        path = folder / PHONES_FILE
-        path.write_text(self.model_dump_json(), encoding="utf-8")
-        return path
 
 
 def make_phones(config: PhonesConfig, texts: Iterable[str]) -> tuple[Phones, list[str]]:

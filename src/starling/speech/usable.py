@@ -355,8 +355,7 @@ def resampled(samples: NDArray[np.float32], rate: int, wanted: int) -> NDArray[n
 
     from starling.speech.resampling import resampled
 
-    result: NDArray[np.float32] = resampled(torch.from_numpy(samples), rate, wanted).numpy()
-    return result
+    return resampled(torch.from_numpy(samples), rate, wanted).numpy()
 
 
 def _check_id(name: str) -> None:
@@ -395,11 +394,6 @@ def frames_needed(tokens: list[int]) -> int:
     """The number of encoder frames that CTC needs for `tokens`: one per token, and one blank between equal
     neighbours."""
     return len(tokens) + sum(first == second for first, second in pairwise(tokens))
-
-
-def frames_of_all(encoded: Iterable[list[int] | DataError], subsampling: int) -> list[int]:
-    """The number of feature frames that CTC needs for the tokens of each utterance; 0 if they are an error."""
-    return [0 if isinstance(tokens, DataError) else subsampling * frames_needed(tokens) for tokens in encoded]
 
 
 def too_short_for_ctc(

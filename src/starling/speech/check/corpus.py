@@ -4,7 +4,7 @@ transcripts that do not fit what a recogniser hears."""
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 
 import kaldialign
@@ -70,9 +70,7 @@ def num_bands(threshold: float) -> int:
     return next(bands for bands in fitting if (1 - threshold ** (NUM_HASHES // bands)) ** bands <= _MAX_MISS_RATE)
 
 
-def near_texts(
-    texts: Sequence[str], threshold: float, ngram: int, progress: Callable[[int, int], None] | None = None
-) -> Iterator[Near]:
+def near_texts(texts: Sequence[str], threshold: float, ngram: int, progress: Told) -> Iterator[Near]:
     """For each of several distinct texts, the other texts with a similarity of at least `threshold`.
 
     Memory use is about 3 kB per text. With a small vocabulary, such as digits, the number of candidates grows faster
@@ -92,8 +90,7 @@ def near_texts(
             others = sorted(other for other in set(candidates) if sketch.jaccard(sketches[other]) >= promising)
             near = ((other, similarity(own, cached(texts[other], ngram))) for other in others if other != place)
             yield [(other, value) for other, value in near if value >= threshold]
-        if progress is not None:
-            progress(min(start + _BLOCK, len(texts)), len(texts))
+        progress(min(start + _BLOCK, len(texts)), len(texts))
 
 
 def shared_texts(lines: Sequence[Line], train: str, config: CheckConfig, told: Told) -> Iterator[Finding]:
@@ -255,8 +252,7 @@ def log_likelihoods(log_probs: Tensor, texts: Sequence[Sequence[int]]) -> NDArra
         blank=BLANK,
         reduction="none",
     )
-    values: NDArray[np.float64] = -losses.double().numpy()
-    return values
+    return -losses.double().numpy()
 
 
 def _greedy(log_probs: Tensor) -> list[int]:

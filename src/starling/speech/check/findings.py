@@ -35,6 +35,8 @@ HEARD: tuple[Kind, ...] = ("swapped", "misfit")
 """Kinds of findings that need a recogniser."""
 OVERLAPS = tuple(kind for kind in KINDS if kind.startswith("overlap-"))
 """Kinds of overlap between a training set and a held-out set. Affected utterances of both sets are listed."""
+_KEPT = ("unusable", "clipping", "near-text", "overlap-text", "overlap-near-text", "overlap-speaker")
+"""Kinds of findings whose utterances are used all the same, unless a recipe says otherwise."""
 SEEN_IN_TRAINING: tuple[Kind, ...] = ("overlap-audio", "overlap-text", "overlap-near-text")
 """Kinds of findings which show that a test utterance has a near-duplicate in the training set."""
 
@@ -64,17 +66,7 @@ class CheckConfig(Config):
     """Two texts with at least this Jaccard similarity are near-duplicates."""
     ngram: int = Field(default=4, ge=1, le=20)
     """Length, in characters, of the n-grams by which texts are compared."""
-    drop: tuple[Kind, ...] = (
-        "unreadable",
-        "silence",
-        "too-short",
-        "seconds-per-character",
-        "swapped",
-        "misfit",
-        "same-audio",
-        "same-text-and-length",
-        "overlap-audio",
-    )
+    drop: tuple[Kind, ...] = tuple(kind for kind in KINDS if kind not in _KEPT)
     """Kinds of findings whose utterances `--drop` lists."""
     drop_from: Literal["train", "all"] = "train"
     """The sets from which `--drop` leaves out utterances. For overlaps, only utterances of the training set are left

@@ -134,13 +134,9 @@ def lines_of(source: Source, records: Sequence[Record]) -> Sequence[Line]:
 
 def _prepared(speech_set: SpeechSet) -> list[Utterance]:
     def utterance(index: int) -> Utterance:
-        return Utterance(
-            speech_set.id(index),
-            speech_set.speaker(index),
-            speech_set.text(index),
-            str(speech_set.folder),
-            lambda: (speech_set.audio(index), speech_set.sampling_rate),
-        )
+        name, speaker, text = speech_set.id(index), speech_set.speaker(index), speech_set.text(index)
+        origin, rate = str(speech_set.folder), speech_set.sampling_rate
+        return Utterance(name, speaker, text, origin, lambda: (speech_set.audio(index), rate))
 
     return [utterance(index) for index in range(len(speech_set))]
 

@@ -1,25 +1,20 @@
 """Synthesised speech, for the demo: digits and short commands in many voices, with noise."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, TypeAdapter, model_validator
 
 from starling.configuration import Config
 from starling.speech.audio import Audio
 from starling.speech.corpora.manifests import Utterance
 from starling.speech.espeak import Sentence, speak
-
-DIGITS = ("ZERO", "ONE", "TWO", "THREE", "FOUR", "FIVE", "SIX", "SEVEN", "EIGHT", "NINE")
-COMMANDS = (
-    "STOP", "GO", "TURN LEFT", "TURN RIGHT", "LIGHTS ON", "LIGHTS OFF", "OPEN THE DOOR", "CLOSE THE DOOR",
-    "VOLUME UP", "VOLUME DOWN", "PLAY MUSIC", "CALL HOME", "CANCEL",
-)  # fmt: skip
-ACCENTS = ("en", "en-us", "en-gb-scotland", "en-gb-x-rp", "en-us-nyc")
 
 
 @dataclass(frozen=True)
@@ -31,35 +26,10 @@ class Words:
     accents: tuple[str, ...]
 
 
-LANGUAGES = {
-    "en": Words(DIGITS, COMMANDS, ACCENTS),
-    "de": Words(
-        ("NULL", "EINS", "ZWEI", "DREI", "VIER", "FÜNF", "SECHS", "SIEBEN", "ACHT", "NEUN"),
-        (
-            "HALT", "LOS", "NACH LINKS", "NACH RECHTS", "LICHT AN", "LICHT AUS", "MACH DIE TÜR AUF",
-            "MACH DIE TÜR ZU", "LAUTER", "LEISER", "SPIEL MUSIK", "RUF ZU HAUSE AN", "ABBRECHEN",
-        ),
-        ("de",),
-    ),
-    "es": Words(
-        ("CERO", "UNO", "DOS", "TRES", "CUATRO", "CINCO", "SEIS", "SIETE", "OCHO", "NUEVE"),
-        (
-            "ALTO", "SIGUE", "GIRA A LA IZQUIERDA", "GIRA A LA DERECHA", "ENCIENDE LA LUZ", "APAGA LA LUZ",
-            "ABRE LA PUERTA", "CIERRA LA PUERTA", "MÁS ALTO", "MÁS BAJO", "PON MÚSICA", "LLAMA A CASA", "CANCELA",
-        ),
-        ("es", "es-419"),
-    ),
-}  # fmt: skip
+_SPOKEN = json.loads((Path(__file__).parent / "synthetic.json").read_text(encoding="utf-8"))
+LANGUAGES = TypeAdapter(dict[str, Words]).validate_python(_SPOKEN["languages"])
 """The words of each language, by its ISO 639 code."""
-VOICES = {
-    "train": (
-        "m1", "m4", "m5", "m6", "m8", "f1", "Alex", "Andrea", "Andy", "Denis", "Gene", "Hugo", "Jacky", "Lee",
-        "Marco", "Mario", "Mike", "Nguyen", "Reed", "adam", "anika", "antonio", "aunty", "belinda", "boris", "david",
-        "ed", "edward", "grandma", "ian", "linda", "norbert", "pablo", "quincy",
-    ),
-    "dev": ("m2", "shelby", "Michael", "paul"),
-    "test": ("m3", "m7", "f4", "Annie", "gustave", "rob", "steph"),
-}  # fmt: skip
+VOICES: dict[str, list[str]] = _SPOKEN["voices"]
 """espeak-ng's natural-sounding voice variants, by the set in which they speak.
 
 Variants that are very similar to others are excluded, and so are all variants with `breath`, whose noise differs
@@ -87,9 +57,7 @@ def _rms(samples: NDArray[np.floating]) -> float:
     return float(np.sqrt(np.mean(np.square(samples, dtype=np.float64)))) or 1.0
 
 
-def draw_text(
-    random: np.random.Generator, digits: tuple[int, int], commands: float, words: Words = LANGUAGES["en"]
-) -> str:
+def draw_text(random: np.random.Generator, digits: tuple[int, int], commands: float, words: Words) -> str:
     """Draw a command with probability `commands`, and otherwise a string of digits with a length in the range
     `digits`."""
     if random.random() < commands:
@@ -104,7 +72,7 @@ def draw_sentence(
     voices: Sequence[str],
     rates: tuple[int, int],
     pitches: tuple[int, int],
-    accents: Sequence[str] = ACCENTS,
+    accents: Sequence[str] = LANGUAGES["en"].accents,
 ) -> Sentence:
     """Make the text a sentence with a random accent, voice, rate and pitch."""
     return Sentence(

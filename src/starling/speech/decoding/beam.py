@@ -197,7 +197,7 @@ class SearchPool(contextlib.AbstractContextManager["SearchPool"]):
         return list(self._pool.map(search, utterances, chunksize=chunk))
 
 
-_searching: BeamSearch | None = None
+_searching: BeamSearch
 """The search of this worker process."""
 
 
@@ -207,8 +207,6 @@ def _begin(search: BeamSearch) -> None:
 
 
 def _search(utterance: NDArray[np.float32], weights: Weights, num_best: int) -> list[Hypothesis]:
-    if _searching is None:
-        raise RuntimeError("this process has no search")
     return _searching(utterance, weights, num_best)
 
 

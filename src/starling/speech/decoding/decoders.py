@@ -135,8 +135,7 @@ def scores(decoder: AttentionDecoder, frames: torch.Tensor, texts: Sequence[Sequ
     rows = [torch.tensor(each, dtype=torch.long, device=frames.device) for each in texts]
     tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     lengths = torch.tensor([len(each) for each in texts], device=frames.device)
-    found: list[float] = decoder.score(heard.times(len(texts)), tokens, lengths).tolist()
-    return found
+    return decoder.score(heard.times(len(texts)), tokens, lengths).tolist()
 
 
 def _transducer_greedy(decoder: Transducer, frames: torch.Tensor, lengths: torch.Tensor) -> list[list[int]]:

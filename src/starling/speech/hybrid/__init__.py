@@ -66,23 +66,20 @@ class FrameWriter:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._file = (folder / FEATURES).open("wb")
-        self._lengths: list[int] = []
-        self._numbers: list[int] = []
-        self._speeds: list[float] = []
+        self._rows: list[tuple[int, int, float]] = []
 
     def close(self) -> None:
         """Close the file of features, and write the index."""
         self._file.close()
-        np.save(self._folder / ENDS, np.cumsum(self._lengths, dtype=np.int64))
-        np.save(self._folder / UTTERANCES, np.asarray(self._numbers, np.int32))
-        np.save(self._folder / SPEEDS, np.asarray(self._speeds))
+        rows = np.array(self._rows, [("length", np.int64), ("number", np.int32), ("speed", np.float64)])
+        np.save(self._folder / ENDS, np.cumsum(rows["length"]))
+        np.save(self._folder / UTTERANCES, rows["number"])
+        np.save(self._folder / SPEEDS, rows["speed"])
 
     def write(self, number: int, features: NDArray[np.float32], speed: float = 1.0) -> None:
         """Add the features `[T, F]` of utterance `number` at speed factor `speed`."""
         features.astype(np.float16).tofile(self._file)
-        self._lengths.append(len(features))
-        self._numbers.append(number)
-        self._speeds.append(speed)
+        self._rows.append((len(features), number, speed))
 
 
 class Frames:

@@ -291,12 +291,6 @@ class TiedStates(StateTree):
         outputs = {"roots", "nodes", "per_unit", "context"}
         return other is not None and self.model_dump(include=outputs) == other.model_dump(include=outputs)
 
-    def save(self, folder: Path) -> Path:
-        """Write the file of a recogniser's states, and return its path."""
-        path = folder / STATES_FILE
-        path.write_text(self.model_dump_json(), encoding="utf-8")
-        return path
-
 
 def read_words(path: Path) -> list[str]:
     """Read a list with one word per line. Raises ConfigError for a list that cannot be read or is empty."""

@@ -25,12 +25,13 @@ Size = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
-def check_heads(heads: int, width: int) -> None:
-    if width % (2 * heads):
+def _heads_share_the_width(config: Any) -> Any:
+    if config.width % (2 * config.heads):
         raise ValueError(
-            f"{heads} heads cannot share a width of {width}: each needs the same even number of units "
-            f"(sines and cosines come in pairs); take a width that is a multiple of {2 * heads}"
+            f"{config.heads} heads cannot share a width of {config.width}: each needs the same even number of units "
+            f"(sines and cosines come in pairs); take a width that is a multiple of {2 * config.heads}"
         )
+    return config
 
 
 @dataclass(frozen=True)
@@ -81,10 +82,7 @@ class AttentionConfig(_Beside):
     label_smoothing: Share = 0.1
     """Share of the target that is spread evenly over all tokens."""
 
-    @model_validator(mode="after")
-    def _heads_share_the_width(self) -> Self:
-        check_heads(self.heads, self.width)
-        return self
+    _heads_fit = model_validator(mode="after")(_heads_share_the_width)
 
 
 class TransducerConfig(_Beside):
@@ -337,10 +335,7 @@ class BlocksConfig(Architecture):
     channels: Size = 64
     """Number of channels of the subsampling convolutions."""
 
-    @model_validator(mode="after")
-    def _heads_share_the_width(self) -> Self:
-        check_heads(self.heads, self.width)
-        return self
+    _heads_fit = model_validator(mode="after")(_heads_share_the_width)
 
 
 class TransformerConfig(BlocksConfig):

@@ -67,16 +67,13 @@ class Network(nn.Module):
     """An acoustic model: `encode` computes the encoder's frames, and `output` maps each frame to the tokens' scores."""
 
     output: nn.Linear
-    decoder: Decoder | None
-    phones: PhoneOutput | None
-    stacked: Layers | None
+    stacked: Layers | None = None
     """The layers from which phones can be predicted; None if there are no such layers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.decoder = None
-        self.phones = None
-        self.stacked = None
+        self.decoder: Decoder | None = None
+        self.phones: PhoneOutput | None = None
 
     def encode(self, features: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Map features `[B, T, F]` and lengths `[B]` to frames `[B, T', output.in_features]` and lengths `[B]`."""
@@ -275,11 +272,8 @@ class StreamingNetwork(Network):
     subsampling: ConvSubsampling
     cache_names: tuple[str, ...]
     """The names of `caches`, in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.chunks: Chunks | None = None
-        self.full_context = False
+    chunks: Chunks | None = None
+    full_context = False
 
     def pass_chunks(self) -> Chunks | None:
         """The chunks for one pass over whole utterances; None means full context."""

@@ -37,8 +37,7 @@ class BiasNorm(nn.Module):
     def forward(self, frames: torch.Tensor) -> torch.Tensor:
         """Map `[..., width]` to `[..., width]`."""
         power = (frames - self.bias).square().mean(dim=-1, keepdim=True)
-        normed: torch.Tensor = frames * (power + 1e-8).rsqrt() * self.log_scale.exp()
-        return normed
+        return frames * (power + 1e-8).rsqrt() * self.log_scale.exp()
 
 
 class Bypass(nn.Module):

@@ -45,8 +45,9 @@ from starling.configuration import Config, ProblemsError, describe
 from starling.errors import ConfigError, DataError, StarlingError
 from starling.reporting.progress import Say
 from starling.speech.audio import Sound, check_rate, opened, pcm
+from starling.speech.features import attempt
 from starling.speech.serving.guard import LOOPBACK, OPENAI, Guard, Limits, problem
-from starling.speech.tokens import Tokenizer, encoded_each
+from starling.speech.tokens import Tokenizer
 from starling.speech.transcribing.files import load_model
 from starling.speech.transcribing.segmenter import Segmentation
 from starling.speech.transcribing.transcriber import Transcriber
@@ -468,7 +469,7 @@ def _verbose(whole: Transcript, options: _Options, tokenizer: Tokenizer) -> dict
     if set(options.timestamp_granularities) == {"word"}:
         return said
     segments = [segment for segment in whole.segments if segment.text]
-    tokens = encoded_each(tokenizer, [segment.text for segment in segments], [""] * len(segments))
+    tokens = [attempt(tokenizer.encode, segment.text) for segment in segments]
     said["segments"] = [
         {
             "id": number,

@@ -19,9 +19,9 @@ from starling.speech.features import LogMel, attempt
 from starling.speech.models import Architecture
 from starling.speech.recogniser import Recogniser
 from starling.speech.store import SpeechSet, SpeechSets
-from starling.speech.tokens import BLANK, Phones, Tokenizer, encoded_each
+from starling.speech.tokens import BLANK, Phones, Tokenizer
 from starling.speech.training.plan import FramePlan, UtterancePlan
-from starling.speech.usable import frames_of_all
+from starling.speech.usable import frames_needed
 from starling.training.freezing import freeze
 from starling.workload import Ticket, Unit, Workload
 
@@ -98,11 +98,12 @@ def load_batch(
     stored = speech_set.read(indices.tolist())
     names, texts = [each.id for each in stored], [each.text for each in stored]
     with one_thread():
-        encoded = encoded_each(tokenizer, texts, names)
+        encoded = [attempt(tokenizer.encode, *each) for each in zip(texts, names, strict=True)]
         waveforms = [attempt(features.checked, each.samples, each.id) for each in stored]
         waveforms = augmented(waveforms, speech_set.sampling_rate, augment, seed)
         warps = draw_warps(augment, seed, len(stored)) if augment.tempo or augment.vocal_tract else None
-        matrices = features.tried(waveforms, names, warps, frames_of_all(encoded, subsampling))
+        needed = [0 if isinstance(each, DataError) else subsampling * frames_needed(each) for each in encoded]
+        matrices = features.tried(waveforms, names, warps, needed)
         if augment.spec_augment is not None:
             matrices = spec_augment(matrices, augment.spec_augment, seed)
     places: list[int] = []

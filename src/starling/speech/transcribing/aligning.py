@@ -32,11 +32,12 @@ from starling.speech.hybrid.viterbi import path_of
 from starling.speech.store import SpeechSet
 from starling.speech.tokens import PhonesConfig, make_phones, read_lexicon
 from starling.speech.trained import load_recogniser, open_experiment
-from starling.speech.transcribing.segmenter import Piece
+from starling.speech.transcribing.segmenter import Piece, runs
 from starling.speech.transcribing.transcriber import Transcriber
 from starling.speech.transcribing.transcript import Seconds, Segment, Word
 
 FORMATS = ("textgrid", "ctm", "json")
+_TEXTGRID = Path(__file__).parent / "textgrid.jinja"
 _PER_PHONE, _ROUNDS = 6, 10
 """Number of states of a phone, which therefore lasts at least 60 ms; with fewer states, weak fricatives, such as F, are
 mistaken for silence. Also the number of rounds of alignment."""
@@ -89,22 +90,13 @@ class Alignment:
             recording = "_".join(name.split())
             times = ((f"{each.start:.3f} {each.end - each.start:.3f}", each.text) for each in self.words)
             return "".join(f"{recording} 1 {time} {word}\n" for time, word in times)
-        tiers = {"words": self.words, "phones": [phone for word in self.words for phone in word.phones]}
-        lines = ['File type = "ooTextFile"', 'Object class = "TextGrid"', "", "xmin = 0", f"xmax = {self.seconds}"]
-        lines += ["tiers? <exists>", f"size = {len(tiers)}", "item []:"]
-        for number, (tier, spans) in enumerate(tiers.items(), 1):
-            intervals = list(self._without_gaps(spans))
-            lines += [f"    item [{number}]:", '        class = "IntervalTier"', f'        name = "{tier}"']
-            lines += [
-                "        xmin = 0",
-                f"        xmax = {self.seconds}",
-                f"        intervals: size = {len(intervals)}",
-            ]
-            for place, each in enumerate(intervals, 1):
-                lines += [f"        intervals [{place}]:", f"            xmin = {each.start}"]
-                text = each.text.replace('"', '""')
-                lines += [f"            xmax = {each.end}", f'            text = "{text}"']
-        return "\n".join(lines) + "\n"
+        from jinja2 import Environment
+
+        spans = {"words": self.words, "phones": [phone for word in self.words for phone in word.phones]}
+        tiers = {name: list(self._without_gaps(each)) for name, each in spans.items()}
+        environment = Environment(trim_blocks=True, keep_trailing_newline=True)
+        template = environment.from_string(_TEXTGRID.read_text(encoding="utf-8"))
+        return template.render(seconds=self.seconds, tiers=tiers)
 
     def _without_gaps(self, spans: Sequence[Span]) -> Iterator[Span]:
         """Fill the gaps between spans with spans that have an empty text, because Praat's tiers have no gaps."""
@@ -317,9 +309,7 @@ class Aligner:
         weights, biases = self.gaussians
         labels = [number_of(part, unit) for part, unit, *_ in states]
         scores = torch.addmm(biases, spliced, weights)[:, labels].numpy()
-        lengths = [
-            1 + _PER_PHONE * len(self._pronounced.encode(word)) for word in words
-        ]  # with the silence before each
+        lengths = [1 + _PER_PHONE * len(self._pronounced.encode(word)) for word in words]  # each after a silence
         beginnings = np.add.outer(np.cumsum([1, *lengths[:-1]]), np.arange(_PER_PHONE)).ravel()
         scores[np.ix_(in_pauses(frames), beginnings)] += _NOT_SPEECH
         path = path_of(scores, np.asarray(optional))
@@ -406,8 +396,7 @@ def layer_of(transcriber: Transcriber) -> LogMel:
 def in_pauses(frames: torch.Tensor) -> NDArray[np.bool_]:
     """A mask of the frames `[T, F]` that lie in stretches without sound longer than `_CLOSURE`."""
     silent = ((frames - frames.amin(0)).mean(1) < _AUDIBLE).numpy()
-    edges = np.flatnonzero(np.diff(silent, prepend=False, append=False))
-    for first, end in zip(edges[::2], edges[1::2], strict=True):
+    for first, end in runs(silent):
         silent[first:end] = end - first > _CLOSURE
     return silent
 

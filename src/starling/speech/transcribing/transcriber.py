@@ -141,9 +141,7 @@ def streaming_network(recogniser: Recogniser) -> StreamingNetwork:
 
 def can_stream(recogniser: Recogniser) -> bool:
     """Whether a recogniser can be used with `Stream`."""
-    network = recogniser.model
-    has_chunks = isinstance(network, StreamingNetwork) and network.chunks is not None
-    return has_chunks and _comes_in_blocks(recogniser.features)
+    return recogniser.latency is not None and _comes_in_blocks(recogniser.features)
 
 
 Search: TypeAlias = Callable[[NDArray[np.float32]], str]
