@@ -16,7 +16,7 @@ from starling.checkpoint.reader import checkpoints_in
 from starling.engines.loop.run import LoopRecord
 from starling.errors import ConfigError, ReplayError
 from starling.experiment.folder import ExperimentFolder
-from starling.experiment.record import read_runs
+from starling.experiment.replay import read_runs
 from starling.experiment.train import Trained
 from starling.toy import regression
 from starling.training.faults import Kill

@@ -24,8 +24,7 @@ from starling.engines.virtual.replay import Moment, ReplayEngine
 from starling.errors import CheckpointError, ConfigError, NonFiniteError, PeerLost, ReplayError
 from starling.events import Stream
 from starling.experiment.folder import ExperimentFolder
-from starling.experiment.record import read_runs
-from starling.experiment.replay import Watching, replay, replay_runs
+from starling.experiment.replay import Watching, read_runs, replay, replay_runs
 from starling.experiment.train import Trained
 from starling.toy import regression
 from starling.training.faults import Join, Kill, NotFinite

@@ -23,7 +23,7 @@ from starling.checkpoint.reader import checkpoints_in
 from starling.errors import ConfigError, StarlingError, Stopped, require
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.following import Following
-from starling.experiment.record import check_follow
+from starling.experiment.replay import check_follow
 from starling.experiment.task import RunT, Task
 from starling.launch.joiners import Changes, launcher_id, taking_requests
 from starling.launch.launcher import launch, this_machine

@@ -23,7 +23,8 @@ from starling.engines.processes.stalls import Stall, Waits
 from starling.errors import PeerLost
 from starling.experiment.folder import ExperimentFolder
 from starling.experiment.observers import Listener, Log, Paced, Recorder, Saver, Skips, Together, save_choice
-from starling.experiment.record import begin_segment, job_as_recorded, script_to_follow, segments
+from starling.experiment.record import begin_segment, segments
+from starling.experiment.replay import job_as_recorded, script_to_follow
 from starling.experiment.task import RunT, Task
 from starling.launch.link import Link
 from starling.launch.messages import Ended, Heartbeat, LearnerMessage, Said
