@@ -13,6 +13,8 @@ from benchmarks.perceptron import perceptron
 from benchmarks.workloads import Batch
 from starling import Task, TaskRecipe, job_of
 
+HIDDEN = (768, 896)
+"""Widths of the hidden layers of a model with 750,000 weights."""
 NUM_BATCHES = 256
 """Number of mini-batches in an epoch."""
 
@@ -20,7 +22,7 @@ NUM_BATCHES = 256
 class Sleeping(Imitation):
     """Cross-entropy of the teacher's choice among ten classes; each gradient takes `seconds` longer than it needs."""
 
-    def __init__(self, seconds: float, hidden: Sequence[int]) -> None:
+    def __init__(self, seconds: float, hidden: Sequence[int] = HIDDEN) -> None:
         super().__init__(seconds)
         self._widths = (TEACHER[0], *hidden, TEACHER[-1])
 
@@ -41,8 +43,8 @@ class StormRecipe(TaskRecipe):
 
     seconds: float = Field(default=0.6, ge=0.0)
     """Seconds that each gradient sleeps; simulations need 0."""
-    hidden: tuple[int, ...] = (768, 896)
-    """Widths of the hidden layers; by default, the model has 750,000 weights."""
+    hidden: tuple[int, ...] = HIDDEN
+    """Widths of the hidden layers."""
 
 
 class Storm(Task[StormRecipe]):

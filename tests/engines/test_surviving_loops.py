@@ -315,7 +315,8 @@ def test_learners_survive_the_loss_of_a_server_or_another(
         started.died(victim)
         results = started.results(*(rank for rank in range(3) if rank != victim))
     assert torch.equal(results[0]["final"], results[1]["final"])
-    assert all(set(each["worlds"].tolist()) == {3, 2} for each in results)
+    worlds = {world for each in results for world in each["worlds"].tolist()}  # one may have ended before the loss
+    assert worlds == {3, 2}
     assert all(float(each["loss"]) < 0.2 * float(loss_of(make_model(), 0).detach()) for each in results)
 
 

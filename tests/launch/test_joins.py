@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
-from starling.launch.joiners import Changes, ask, launcher_id, take_answer, taking_requests
+from starling.launch.joiners import Changes, Joiners, ask, launcher_id, take_answer, taking_requests
 from starling.launch.launcher import launch
 from starling.launch.messages import JoinAnswer, JoinRequest, LearnerMessage, Reached, values_of
-from starling.launch.roster import Loss
+from starling.launch.process import LearnerProcess
+from starling.launch.roster import Loss, Roster
 from starling.strategies import find_strategy
 from starling.strategies.islands import Island, between_islands
 from starling.training.faults import Join, Kill, Pause
+from starling.training.membership import Membership
 from tests.launch.joining_process import NUM_MINI_BATCHES, OPTIONS
 from tests.warm_start import own_learner, own_learners
 
@@ -50,7 +52,6 @@ class Run:
         faults: tuple[Kill | Pause | Join, ...] = (),
         replaces: bool = False,
         expect: int = 1,
-        silence: float = 60.0,
     ) -> None:
         """To its end, in a hurry once `expect` learners have joined and done their share; no process is left behind."""
         self.expected = expect
@@ -63,7 +64,7 @@ class Run:
             changes = Changes(
                 succession=lambda members, lost, joining: strategy.successors(options, members, lost, joining),
                 on_loss="replace" if replaces else "continue",
-                silence_seconds=silence,
+                silence_seconds=60.0,
                 faults=faults,
                 requests=requests,
                 say=self.said.append,
@@ -247,12 +248,32 @@ def test_learners_are_paused_and_killed_at_their_times_and_come_back(tmp_path: P
     run.assert_whole(3)
 
 
-def test_a_paused_learner_that_the_others_gave_up_comes_back_when_its_pause_is_over(tmp_path: Path) -> None:
-    run = Run("adpsgd", 3, tmp_path)
-    run.go(faults=(Pause(pause=2, at_seconds=0.0, seconds=4.0),), silence=2.0)
-    assert [loss.learner for loss in run.losses] == [2]
-    assert run.joined == [2]
-    run.assert_whole(3)
+def test_a_paused_learner_that_the_others_gave_up_is_started_again_when_its_pause_is_over() -> None:
+    """Learner 0, which they did not give up, only continues."""
+    now, started, sent = 0.0, list[int](), list[int]()
+
+    class Process(LearnerProcess):
+        is_running = True
+
+        def signal(self, number: int) -> None:
+            sent.append(number)
+
+    roster = Roster(0, clock=lambda: now)
+    for learner in range(2):
+        roster.start(learner, Process())
+    roster.announce(Membership(0, (0, 1)))
+    faults = [Pause(pause=learner, at_seconds=0.0, seconds=10.0) for learner in range(2)]
+    joiners = Joiners(Changes("continue", faults=faults), roster, started.append)
+    joiners.tend(is_ending=False)
+    roster.learners[1].process.is_running = False  # type: ignore[misc]
+    roster.lose(1, "sent no heartbeat")
+    roster.announce(Membership(1, (0,)))
+    now = 9.0
+    joiners.tend(is_ending=False)
+    assert started == []
+    now = 10.0
+    joiners.tend(is_ending=False)
+    assert (started, sent) == ([1], [signal.SIGSTOP, signal.SIGSTOP, signal.SIGCONT])
 
 
 @pytest.mark.wide
