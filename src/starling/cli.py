@@ -150,6 +150,11 @@ def plan(
     given: dict[str, Any] = {"preset": preset, "cluster": cluster, "price": price}
     given |= {"learners": learners, "strategies": strategies}
     if model is not None:
+        if ignored := [*filter(None, (recipe, profile)), *(overrides or ())]:
+            raise ConfigError(
+                f"plan --model: {ignored[0]} would have no effect; with a published model, give no recipe, keys or "
+                "--profile, but describe the network in a file for --cluster, and the length of an epoch with --hours"
+            )
         found = plan_model(model, hours, progress_console(), **given)
     elif recipe is None:
         raise ConfigError("plan: name a recipe, such as demo, or ask for --published")

@@ -1,11 +1,16 @@
 """Slowness on purpose: as much as was asked for, and the same every time."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 from pydantic import ValidationError
 
 from starling.configuration import checked
 from starling.errors import ConfigError
+from starling.experiment.simulate import simulate
 from starling.recipe.run import RunConfig
+from starling.toy import regression
 from starling.training.speeds import Delays, Stragglers
 
 
@@ -37,6 +42,32 @@ def test_jitter_has_the_mean_that_was_asked_for(slow: dict[int, str]) -> None:
     deviation = (sum((each - mean) ** 2 for each in extra) / len(extra)) ** 0.5
     assert deviation == pytest.approx(mean, rel=0.05)
     assert min(extra) >= 0.0
+
+
+def test_a_job_takes_stragglers_as_a_mapping_and_names_a_wrong_key() -> None:
+    """The class of the section is not a public name."""
+    assert replace(regression("adpsgd"), stragglers={"slow": {3: "4x"}}).stragglers.slow == {3: 4.0}  # type: ignore[arg-type]
+    with pytest.raises(
+        ConfigError, match=r"job: a problem\n  stragglers\.slo: unknown key; did you mean stragglers\.slow"
+    ):
+        replace(regression("adpsgd"), stragglers={"slo": {3: "4x"}})  # type: ignore[arg-type]
+
+
+def test_a_simulation_computes_with_one_thread_and_restores_the_number() -> None:
+    """More threads slow each other down on a busy machine, and change the last digits."""
+    before, used = torch.get_num_threads(), []
+
+    def make_optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        used.append(torch.get_num_threads())
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    torch.set_num_threads(2)
+    try:
+        simulate(replace(regression("adpsgd"), make_optimizer=make_optimizer), 2)
+        assert set(used) == {1}
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_pause_comes_once_at_its_gradient() -> None:

@@ -199,6 +199,8 @@ def sampler(rank: int, folder: Path) -> None:
         warnings.simplefilter("always")
         fit(rank, starling("adpsgd"), folder, use_distributed_sampler=True, data=loader(0, 4))
     assert any("SharedSampler" in str(each.message) for each in said)
+    with pytest.raises((ConfigError, PeerLost), match=r"step together.*use a DistributedSampler"):
+        fit(rank, starling("allreduce"), folder, data=shared(80).train_dataloader())
     with pytest.raises((ConfigError, PeerLost), match=r"evaluate after fit|learner \d") as raised:
         make_trainer(starling("adpsgd"), folder).fit(Gathers(), loader(rank, 4))
     (folder / f"gathers-{rank}").write_text(type(raised.value).__name__)

@@ -517,6 +517,14 @@ def test_a_published_model_is_planned_without_a_corpus(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["plan", "--model", "ibn", "--preset", "v100-2019"]).exit_code == 2
 
 
+@pytest.mark.parametrize("ignored", [["cluster.link.bandwidth=1e6"], ["demo", "budget.epochs=3"], ["--profile", "x"]])
+def test_what_a_published_model_cannot_use_is_an_error(ignored: list[str]) -> None:
+    """Recipes, keys and profiles would otherwise be ignored; the message names the options to use instead."""
+    result = CliRunner().invoke(app, ["plan", "--model", "ibm", "--preset", "v100-2019", *ignored])
+    assert result.exit_code == 2
+    assert "would have no effect" in result.output and "--cluster" in result.output
+
+
 def test_the_page_of_published_hours_is_what_the_command_prints() -> None:
     """They agree to the letter."""
     result = CliRunner().invoke(app, ["plan", "--published"])

@@ -72,7 +72,7 @@ class Simulated:
         return float(f"{mean_loss(self.model(), self.job.workload):.{digits}g}")
 
 
-def simulate(job: Job, learners: int, cluster: Cluster | None = None) -> Simulated:
+def simulate(job: Job, learners: int, cluster: Cluster | None = None, threads: int = 1) -> Simulated:
     """Train a job with `learners` virtual learners in this process, on a simulated cluster and clock.
 
     The gradients are real, and the same seed gives the same run. The job's functions need not be importable, and no
@@ -82,6 +82,8 @@ def simulate(job: Job, learners: int, cluster: Cluster | None = None) -> Simulat
         job: What to train, how, and for how long.
         learners: The number of virtual learners.
         cluster: The speeds of machines and links; None uses the default of `starling.Cluster`.
+        threads: The number of threads with which torch computes. More help only with large models on an idle machine,
+            and may change the last digits of the results.
 
     Raises:
         Deadlock: All learners wait for each other.
@@ -92,7 +94,12 @@ def simulate(job: Job, learners: int, cluster: Cluster | None = None) -> Simulat
         >>> starling.simulate(regression("adpsgd"), learners=4).loss()
         0.01
     """
-    return Simulated(job, VirtualEngine(job, learners, cluster).run())
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return Simulated(job, VirtualEngine(job, learners, cluster).run())
+    finally:
+        torch.set_num_threads(before)
 
 
 def simulate_recipe(task: Task[RecipeT], recipe: RecipeT, tell: Say, console: Console) -> None:

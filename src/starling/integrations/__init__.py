@@ -51,11 +51,12 @@ class HostLearner:
         """This learner's rank: `of_host`, unless learners have been lost."""
         return of_host if self.learner is None or not self.survives else self.learner.rank
 
-    def attach(self, optimizer: Any, model: nn.Module, scaler: GradScaler | None) -> None:
+    def attach(self, optimizer: Any, model: nn.Module, scaler: GradScaler | None) -> JoinedLearner:
         """Join the other learners, with an optimizer that accelerate may have wrapped."""
         self._num_started = number_of_learners()
         own = getattr(optimizer, "optimizer", optimizer)
         self.learner = self._training = attach(own, model, self.strategy, scaler=scaler, **self.options)
+        return self.learner
 
     def finish(self) -> None:
         """Adopt the mean of all final weights, and leave once all learners have."""

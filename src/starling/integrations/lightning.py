@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from starling.engines.loop.joined import JoinedLearner
 from starling.errors import ConfigError, ProtocolError, require
 from starling.integrations import HostLearner, close_host_group, open_host_group
-from starling.launch.joining import prepare_to_survive, warn_of_samplers
+from starling.launch.joining import check_samplers, prepare_to_survive
 from starling.launch.rendezvous import is_learner
 from starling.timeouts import CONNECT
 
@@ -127,9 +127,10 @@ class StarlingStrategy(DDPStrategy):  # type: ignore[misc]
         close_host_group()
         scaler = getattr(self.precision_plugin, "scaler", None)
         module = self.lightning_module
-        self._host.attach(self.optimizers[0], module, scaler)
+        learner = self._host.attach(self.optimizers[0], module, scaler)
+        loaders, is_in_step = tree_leaves(module.trainer.train_dataloader), learner.is_in_step
+        check_samplers(loaders, self._host.strategy, is_in_step and learner.world > 1)
         if self._host.is_apart:
-            warn_of_samplers(tree_leaves(module.trainer.train_dataloader), self._host.strategy)
             _terminate_alone(module.trainer)
 
     def on_train_end(self) -> None:

@@ -298,11 +298,18 @@ def check_modules(model: nn.Module, strategy: str, is_in_step: bool) -> None:
         )
 
 
-def warn_of_samplers(loaders: Iterable[object], strategy: str) -> None:
-    """Warn of a `DistributedSampler`, which gives a slow learner as much work as a fast one."""
+def check_samplers(loaders: Iterable[object], strategy: str, is_in_step: bool) -> None:
+    """Raise `ConfigError` for a sampler of Starling if learners step together, because they would take different
+    numbers of steps. If they do not, warn of a `DistributedSampler`, which gives a slow learner as much work as a fast
+    one."""
     for loader in loaders:
         samplers = [getattr(each, "sampler", None) for each in (loader, getattr(loader, "batch_sampler", None))]
-        if any(isinstance(sampler, DistributedSampler) for sampler in samplers):
+        if is_in_step and any(getattr(sampler, "is_shared", False) for sampler in samplers):
+            raise ConfigError(
+                f"data: a SharedSampler gives learners different numbers of batches, but under {strategy} all learners "
+                "step together, so they would wait for each other without end; use a DistributedSampler, or adpsgd"
+            )
+        if not is_in_step and any(isinstance(sampler, DistributedSampler) for sampler in samplers):
             warnings.warn(
                 f"the data has a DistributedSampler: it gives all learners equal shares, so that under {strategy} the "
                 "fast ones end first; use starling.SharedSampler, whose samples go to the learner that asks first",
