@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -74,8 +74,8 @@ class Sums:
     in_model: Seconds = 0.0
     """Time for gradients that an outer step has put into the model."""
     rolled_back: Seconds = 0.0
-    """Time for gradients that torchft threw away: the outer step was not committed, or the worker took the state of
-    another one."""
+    """Time for gradients that torchft threw away: the outer step was not committed, the worker took the state of
+    another one, or a larger quorum made the same outer step without it."""
     with_the_killed: Seconds = 0.0
     """Time for gradients that a killed worker had finished since its last outer step."""
     waiting_for_peers: Seconds = 0.0
@@ -83,8 +83,8 @@ class Sums:
     starting: Seconds = 0.0
     regrouping: Seconds = 0.0
 
-    def add(self, attempt: Attempt) -> None:
-        """Add the time of one process."""
+    def add(self, attempt: Attempt, largest: Mapping[int, int]) -> None:
+        """Add the time of one process; `largest` contains the size of the largest quorum of each outer step."""
         pending, lines = 0.0, attempt.lines()
         if lines and lines[-1]["kind"] == "end":
             attempt.ended_at = lines[-1]["at"]
@@ -102,7 +102,7 @@ class Sums:
                         self.regrouping += seconds
                     else:
                         self.waiting_for_peers += seconds
-                    if line["committed"] and not line["healed"]:
+                    if line["committed"] and not line["healed"] and line["workers"] == largest[line["step"]]:
                         self.in_model += pending
                     else:
                         self.rolled_back += pending
@@ -280,12 +280,14 @@ def weather(faults: Sequence[Fault], length: Seconds, folder: Path, given: argpa
 
 def figures(attempts: Sequence[Attempt], mishaps: Sequence[str]) -> dict[str, Any]:
     """The figures for the file, with the lines for the screen as `text`."""
-    sums = Sums()
-    for attempt in attempts:
-        sums.add(attempt)
-    goodput = sums.goodput
     lines = [line for attempt in attempts for line in attempt.lines()]
     outer = [line for line in lines if line["kind"] == "outer step"]
+    sums, largest = Sums(), dict[int, int]()
+    for line in (each for each in outer if each["committed"]):
+        largest[line["step"]] = max(largest.get(line["step"], 0), line["workers"])
+    for attempt in attempts:
+        sums.add(attempt, largest)
+    goodput = sums.goodput
     last = max((line for line in lines if line["kind"] == "end"), key=lambda line: line["step"], default=None)
     gradients = [line["at"] - line["begin"] for line in lines if line["kind"] == "gradient"]
     counts = {
@@ -293,6 +295,7 @@ def figures(attempts: Sequence[Attempt], mishaps: Sequence[str]) -> dict[str, An
         "outer_steps": max((line["step"] for line in outer), default=0),
         "not_committed": sum(not line["committed"] for line in outer),
         "healed": sum(line["healed"] for line in outer),
+        "beside_a_larger_quorum": sum(line["workers"] < largest[line["step"]] for line in outer if line["committed"]),
     }
     causes = ("rolled_back", "with_the_killed", "starting", "regrouping")
     text = [

@@ -90,25 +90,30 @@ def test_a_storm_of_torchft_has_a_goodput_and_leaves_no_process(tmp_path: Path) 
 
 
 def test_gradients_that_no_outer_step_has_are_lost_and_stopped_time_counts_nowhere(tmp_path: Path) -> None:
-    """A worker makes two gradients for each of four outer steps, is paused during the last of these gradients, and is
-    killed after one more."""
+    """A worker makes two gradients for each of five outer steps, the last of them in a quorum beside a larger one. It
+    is paused during a gradient for the fourth outer step, and is killed one gradient after the fifth."""
     lines: list[dict[str, Any]] = [{"kind": "ready", "at": 1.0}]
-    for number, (committed, healed) in enumerate([(True, False), (False, False), (True, True), (True, False)]):
+    results = [(True, False, 2), (False, False, 3), (True, True, 2), (True, False, 2), (True, False, 1)]
+    for number, (committed, healed, workers) in enumerate(results):
         begin = 1.0 + 3.0 * number
         lines += [{"kind": "gradient", "loading": at, "begin": at, "at": at + 1.0} for at in (begin, begin + 1.0)]
-        result = {"committed": committed, "healed": healed, "regrouped": number == 0, "step": number}
-        lines.append({"kind": "outer step", "begin": begin + 2.0, "at": begin + 3.0, **result})
-    lines.append({"kind": "gradient", "loading": 13.0, "begin": 13.0, "at": 14.0})
-    log = tmp_path / "worker.jsonl"
-    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    killed = Attempt(0, log, Mock(), Mock(), started_at=0.0, ended_at=14.5, pauses=[(11.25, 11.75)])
-    found = figures([killed], [])["seconds"]
-    assert found == {
-        "machines": 14.0,
+        result = {"committed": committed, "healed": healed, "workers": workers, "regrouped": number == 0}
+        step = number if committed else 0
+        lines.append({"kind": "outer step", "begin": begin + 2.0, "at": begin + 3.0, "step": step, **result})
+    other = {**lines[-1], "workers": 2, "at": 15.0}
+    lines.append({"kind": "gradient", "loading": 16.0, "begin": 16.0, "at": 17.0})
+    attempts = []
+    for number, (noted, ended_at) in enumerate([(lines, 17.5), ([other], 0.0)]):
+        log = tmp_path / f"worker-{number}.jsonl"
+        log.write_text("".join(json.dumps(line) + "\n" for line in noted))
+        attempts.append(Attempt(number, log, Mock(), Mock(), started_at=0.0, ended_at=ended_at))
+    attempts[0].pauses.append((11.25, 11.75))
+    assert figures(attempts, [])["seconds"] == {
+        "machines": 17.0,
         "in_model": 3.5,
-        "rolled_back": 4.0,
+        "rolled_back": 6.0,
         "with_the_killed": 1.0,
-        "waiting_for_peers": 3.0,
+        "waiting_for_peers": 4.0,
         "waiting_for_data": 0.0,
         "starting": 1.0,
         "regrouping": 1.0,
