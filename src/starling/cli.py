@@ -144,7 +144,7 @@ def plan(
 
         typer.echo(page(), nl=False)
         return
-    from starling.experiment.planning import plan_model, plan_recipe, show_plan
+    from starling.experiment.planning import numbers_of, plan_model, plan_recipe, show_plan
     from starling.experiment.task import load_recipe
 
     given: dict[str, Any] = {"preset": preset, "cluster": cluster, "price": price}
@@ -159,7 +159,8 @@ def plan(
     elif recipe is None:
         raise ConfigError("plan: name a recipe, such as demo, or ask for --published")
     else:
-        loaded = load_recipe(Path(recipe), overrides or (), command="starling plan")
+        most = [] if learners is None else [f"learners={max(numbers_of(learners))}"]  # whom stragglers may name
+        loaded = load_recipe(Path(recipe), [*most, *(overrides or ())], command="starling plan")
         found = plan_recipe(*loaded, progress_console(), profile=profile, **given)
     show_plan(*found, typer.echo, explain, output)
 

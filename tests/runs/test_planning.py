@@ -206,6 +206,17 @@ def test_the_table_of_a_plan_can_be_read_at_any_width(width: int) -> None:
         assert ("MB/s" in said.getvalue()) == (width == 160)
 
 
+def test_a_narrow_table_drops_columns_instead_of_digits() -> None:
+    """A price of four digits is whole, and so is each header."""
+    found = plan_of(["allreduce", "adpsgd"], price=1234567.0)
+    said = io.StringIO()
+    Console(file=said, width=80).print(plan_table(found, Budget(epochs=2), 80, is_trusted=True))
+    assert {f"{row.cost:,.2f}" for row in found.rows} <= set(said.getvalue().split())
+    header = said.getvalue().splitlines()[0].split()
+    assert {"strategy", "learners", "compute", "cost"} <= set(header)
+    assert "memory" not in header and "exchange" not in header
+
+
 @pytest.mark.wide
 def test_the_bandwidth_at_which_another_strategy_is_faster_solves_its_equation() -> None:
     """`adpsgd` makes more progress where the ring takes so long that `allreduce` makes fewer than WORTH times as many
@@ -373,6 +384,25 @@ def test_a_cluster_s_file_changes_only_what_it_says() -> None:
     given = read_cluster({"link": {"bandwidth": 1e6}})
     cluster = Machines(costs(), given=given).cluster(arm("adpsgd"), 4)
     assert cluster.link.bandwidth == 1e6 and cluster.compute == costs().compute
+
+
+def test_a_plan_says_how_long_sending_takes_and_what_worth_would_make_two_strategies_equal() -> None:
+    """The model is 4 MiB, and gradients of 0.1 s; the second choice needs as much worth as it takes longer."""
+    found = plan_of(["allreduce", "adpsgd"], cluster={"link": {"bandwidth": 4 * MEGABYTE / 0.05, "latency": 0.0}})
+    assert "sending the model to another node takes 50 ms, or 0.5 gradients of 100 ms" in found.notes
+    assert any("but for the cluster as given below" in note for note in found.notes)
+    second = next(row for row in found.rows if row != found.recommended)
+    ratio = second.hours / found.recommended.hours
+    assert f"takes {ratio:.2f} times as long" in found.reason[1]
+    assert f"equally if they count {ratio * found.recommended.worth:.2f})" in found.reason[1]
+
+
+def test_a_preset_is_distrusted_where_it_predicts_very_short_gradients() -> None:
+    """Data sheets say nothing about the time that it takes to start an operation."""
+    for flops, is_warned in ((1e9, True), (1e12, False)):
+        facts = costs().job.model_copy(update={"flops_per_gradient": flops})
+        found = plan(facts, preset="v100-2019", strategies=["allreduce"], crossings=False)
+        assert any(note.startswith("warning: by its data sheet") for note in found.notes) == is_warned
 
 
 def test_a_plan_is_a_table_for_other_programs(tmp_path: Path) -> None:

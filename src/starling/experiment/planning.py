@@ -2,6 +2,7 @@
 of `starling profile` and `starling plan`.
 """
 
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from starling.predict.costs import JobFacts, Profile, Validation, dump, facts_of
 from starling.predict.measure import MEASURE, WARM_UP, Figures, bare, profile_of
 from starling.predict.plan import NO_PERIODIC, TIE, Forecast, Plan, plan, unit_of, usual_strategies
 from starling.predict.predict import Arm, Machines, run
-from starling.predict.published import EPOCHS, PAIRS, RANDOM, WHOLE, job_of
+from starling.predict.published import EPOCHS, job_of
 from starling.recipe.run import RecipeConfig
 from starling.reporting.progress import Say, say_on
 from starling.strategies.islands import NO_ISLANDS
@@ -43,7 +44,10 @@ MEANS = 8
 VALIDATED = ("allreduce", "adpsgd")
 """Strategies with which two learners then train, to find how far the predictions are off."""
 
-PUBLISHED = ("allreduce", "delay-by-one", {"name": "dpsgd", **WHOLE}, RANDOM, PAIRS, {"name": "hadpsgd", **WHOLE})
+PUBLISHED: tuple[str | Mapping[str, Any], ...] = (
+    *("allreduce", "delay-by-one", "dpsgd", {"name": "adpsgd", "pattern": "random"}),
+    *({"name": "adpsgd", "pattern": "pairs"}, {"name": "hadpsgd", "pattern": "ring"}),
+)
 """Strategies with which a published model is planned if none is named."""
 
 
@@ -165,7 +169,7 @@ def plan_recipe(
     task: Task[RecipeT], recipe: RecipeT, console: Console, learners: str | None, strategies: str | None, **given: Any
 ) -> tuple[Plan, Budget]:
     """The plan of a recipe's job, and its budget. `given` are further arguments of `plan`."""
-    numbers = [recipe.learners] if learners is None else _numbers(learners)
+    numbers = [recipe.learners] if learners is None else numbers_of(learners)
     needs_job = given["preset"] is not None or recipe.island.size > 1  # otherwise a profile has what a plan needs
     own = _job_of(task, recipe, say_on(console)) if needs_job else nullcontext()
     with own as job, console.status("simulating") as status:
@@ -192,10 +196,10 @@ def plan_model(
         raise ConfigError(f"--model: {model!r} is unknown; the only published model is ibm, SWB2000's acoustic model")
     named: Sequence[str | Mapping[str, Any]] = strategies.split(",") if strategies else PUBLISHED
     budget = Budget(epochs=EPOCHS)
-    numbers = _numbers(learners or "1,64")
+    numbers = numbers_of(learners or "1,64")
     with console.status("simulating"):
         job = job_of(hours=hours)
-        found = plan(job, learners=numbers, strategies=named, budget=budget, crossings=False, **given)
+        found = plan(job, learners=numbers, strategies=named, budget=budget, **given)
     return found, budget
 
 
@@ -224,7 +228,7 @@ def _choices(recipe: RecipeConfig, strategies: str | None) -> list[str | Mapping
     return [own.model_dump() if name == own.name and own.model_extra else name for name in names]
 
 
-def _numbers(text: str) -> list[int]:
+def numbers_of(text: str) -> list[int]:
     """A text such as `4,16` as a list of numbers."""
     try:
         return [int(each) for each in text.split(",")]
@@ -266,12 +270,16 @@ def plan_table(plan: Plan, budget: Budget, width: int, is_trusted: bool) -> Tabl
         columns["memory"] = lambda row: "" if row.memory_gigabytes is None else f"{row.memory_gigabytes:.2g} GB"
     if any(row.cost is not None for row in rows):
         columns["cost"] = lambda row: "" if row.cost is None else f"{row.cost:,.2f}"
-    widths = {name: 16 if name == "strategy" else max(map(len, name.split())) for name in columns}
+    cells = {name: [cell(row) for row in rows] for name, cell in columns.items()}
+    widths = {name: max(map(len, [*name.split(), *texts])) for name, texts in cells.items()} | {"strategy": 16}
+    for name in ("memory", "exchange", "stale", "wait"):
+        if sum(widths.values()) + 2 * len(widths) > width:
+            widths.pop(name, None)
     headers = (Column(name, overflow="fold", min_width=width) for name, width in widths.items())
     table = Table(*headers, box=None)
-    for row in rows:
+    for place, row in enumerate(rows):
         style = "bold" if is_trusted and row == plan.recommended else None
-        table.add_row(*(cell(row) for cell in columns.values()), style=style)
+        table.add_row(*(cells[name][place] for name in widths), style=style)
     return table
 
 
@@ -281,9 +289,9 @@ def _lines(plan: Plan, explains: bool) -> Iterator[str]:
         yield f"crossing points (another strategy makes more progress, by more than {TIE:.0%}):"
         yield from (f"  {crossing}" for crossing in plan.crossings)
     else:
-        yield "crossing points: none within 1,000 times the bandwidth and 100 times the slowness, or none asked for"
+        yield "crossing points: none within 1,000 times the bandwidth and 100 times the slowness"
     if not explains:
-        yield from (f"note: {note}" for note in plan.notes if "left out" in note or "rank of" in note)
+        yield from (f"note: {note}" for note in plan.notes if re.search("left out|rank of|^warning", note))
         return
     yield "assumptions and columns:"
     yield from (f"  {note}" for note in plan.notes)
@@ -294,7 +302,8 @@ _EXPLANATIONS = (
     "times: the steady speed of the strategy's own code on the simulated clock, the median of 3 seeds",
     "interval: these seeds, the 95 % interval of the gradient time, and the error of the last validation",
     "wait: the waiting that remains if every message arrives at once; exchange: what a faster link would end",
-    "MB/s: megabytes that a learner sends per second of the run; stale: mean staleness, and the 95 % quantile",
+    "MB/s: megabytes that a learner sends per second of the run, inside its node and to others together; stale: mean "
+    "staleness, and the 95 % quantile",
     "recommended: the most progress, which is speed times the worth of a mini-batch, or, within 5 % of that, the "
     "strategy whose mini-batches are worth most",
 )

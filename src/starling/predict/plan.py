@@ -159,6 +159,9 @@ def _climbed(ladder: Sequence[Arm], machines: Machines, learners: int, say: Say)
 
 
 SECONDS_PER_HOUR = 3600.0
+LEAST_GRADIENT = 5e-3
+"""Seconds of a gradient below which data sheets predict too short a time: a kernel takes some microseconds to start,
+and a recurrent layer starts some for each frame."""
 CROSSING_ROUNDS = 12
 """Number of gradients of each learner in half a simulation that looks for a crossing point."""
 NOT_PLANNED = ("hogwild", "delayed", "gossip-pga", "choco", "qg-dsgdm", "d2", "gradient-tracking", "a2cid2")
@@ -333,6 +336,11 @@ def plan(
         notes.append(f"a rank of an island of {own.island.size} is predicted to hold {memory}")
         if traffic is not None:
             notes.append("a rank of a tensor island is taken to compute as long as a lone learner")
+    if preset is not None and (gradient := machines.costs.compute.seconds) < LEAST_GRADIENT:
+        notes.append(
+            f"warning: by its data sheet, the device computes a gradient in {1000 * gradient:.2g} ms; below "
+            f"{1000 * LEAST_GRADIENT:g} ms, starting operations takes longer than they do: use a profile"
+        )
     choices = [StrategyChoice.model_validate(each) for each in strategies]
     decisions = [choose(machines, world, choices, own, say) for world in dict.fromkeys(learners)]
     notes += [note for each in decisions for note in each.notes]
@@ -402,7 +410,7 @@ def _crossings(machines: Machines, decision: Decision, say: Say) -> Iterator[Cro
     others, world = [each.arm for each in decision.best if each is not chosen], chosen.learners
     if world == 1 or not others:
         return
-    bandwidth = cast(LinkModel, machines.given.get("link", machines.costs.messages)).bandwidth
+    bandwidth = _link(machines).bandwidth
 
     def faster_links(factor: float) -> Machines:
         return replace(machines, bandwidth=factor)
@@ -420,10 +428,25 @@ def _crossings(machines: Machines, decision: Decision, say: Say) -> Iterator[Cro
                 break
 
 
+def _link(machines: Machines) -> LinkModel:
+    """Return the link between nodes."""
+    return cast(LinkModel, machines.given.get("link", machines.costs.messages))
+
+
 def _assumptions(machines: Machines) -> Iterator[str]:
     """Yield the assumptions of a plan."""
-    job = machines.costs.job
-    yield f"costs are those of {machines.costs.source}; {job.trains}, {job.model_bytes / 1e6:.3g} MB"
+    costs, job = machines.costs, machines.costs.job
+    where = ", but for the cluster as given below" if machines.given else ""
+    yield f"costs are those of {costs.source}{where}; {job.trains}, {job.model_bytes / 1e6:.3g} MB"
+    send, gradient = _link(machines).send_seconds(job.model_bytes), costs.compute.seconds
+    yield (
+        f"sending the model to another node takes {1000 * send:.3g} ms, or {send / gradient:.2g} gradients of "
+        f"{1000 * gradient:.3g} ms"
+    )
+    if costs.kept_per_doubling < 1.0:
+        yield f"devices of a node keep {costs.kept_per_doubling:.0%} of their speed when twice as many of them compute"
+    if costs.gradient_means is None:
+        yield "averaging begins when a gradient is complete; overlap with backward is not simulated"
     yield (
         f"hours are for as many mini-batches under each strategy; the recommendation counts one {WORTH:g} where "
         "gradients are stale or models differ, as was measured to one loss with 16 learners and three strategies"
@@ -471,12 +494,12 @@ def _reason(chosen: Forecast, second: Forecast | None, costs: Costs) -> tuple[st
     if second is None:
         behind = "no other strategy was compared"
     else:
-        more = second.hours_per_epoch / chosen.hours_per_epoch - 1.0
+        ratio = second.hours_per_epoch / chosen.hours_per_epoch
         behind = (
-            f"{second} is the second choice, {abs(more):.0%} {'slower' if more >= 0 else 'faster'} for as many "
-            f"mini-batches, which count {second.worth:.2f} where those of the first choice count {chosen.worth:.2f}: "
-            f"it waits {second.waiting:.0%} and exchanges {second.exchanging:.0%} of the time, mean staleness "
-            f"{second.staleness_mean:.2g}"
+            f"{second} is the second choice and takes {ratio:.2f} times as long for as many mini-batches, which count "
+            f"{second.worth:.2f} where those of the first choice count {chosen.worth:.2f} (both progress equally if "
+            f"they count {ratio * chosen.worth:.2f}): it waits {second.waiting:.0%} and exchanges "
+            f"{second.exchanging:.0%} of the time, mean staleness {second.staleness_mean:.2g}"
         )
     if costs.validation is None:
         trust = (
