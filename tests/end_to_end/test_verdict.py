@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from starling.experiment.folder import existing
 from starling.experiment.report import collect
 from starling.speech.corpora.lines import read_table, write_table
+from starling.speech.recipe import check_recipe
+from starling.speech.training.validate import Looked, likeliest_cause
 from tests.end_to_end.test_train import Tree, starling, written
 
 Audio = NDArray[np.float32]
@@ -92,6 +94,25 @@ def test_a_budget_that_is_much_too_small_is_named_and_a_resumed_run_that_works_i
     assert "songs, allreduce: ended well, after" in again.stderr
     evidence = collect(existing(tmp_path / "exp" / "songs"), "songs")
     assert (evidence.verdict, evidence.outcome) == ("", "ended well")
+
+
+def test_too_little_time_is_no_cause_before_half_of_the_budget(recipe: str, tmp_path: Path) -> None:
+    """A run whose loss has hardly changed after a quarter of its budget may still end well."""
+    _, events = run(tmp_path, recipe, "budget.epochs=4", "optimizer.lr=1e-4")
+    assert len([each for each in events if each["kind"] == "validation"]) > 1
+    told = [str(each["text"]) for each in events if each["kind"] == "verdict"]
+    assert told and all("; likeliest cause: too little time" in each for each in told)
+    assert all("25%" not in each for each in told)
+
+
+def test_a_set_that_is_not_learnt_yet_is_no_reason_to_doubt_its_transcripts(tree: Tree) -> None:
+    """Without a word recognised in the training data, the loss falls there first; with some, there is a difference."""
+    recipe = check_recipe(tree, "demo.yaml")
+    held_out = Looked(32, [], 100.0, is_empty=False, ratio=0.95)
+    cause, _ = likeliest_cause(recipe, Looked(32, [], 103.0, is_empty=False, ratio=0.7), held_out, "dev", 100)
+    assert "the loss is falling, but nothing is recognised yet, not even in the training data, WER 103 %" in cause
+    cause, _ = likeliest_cause(recipe, Looked(32, [], 60.0, is_empty=False, ratio=0.5), held_out, "dev", 100)
+    assert "does not carry over to dev" in cause
 
 
 @pytest.mark.wide

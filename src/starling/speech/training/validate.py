@@ -54,7 +54,8 @@ USELESS = 90.0
 _TOO_EARLY = 0.1
 """Fraction of the budget before which a recogniser's failure is not reported."""
 _HALF = 0.5
-"""Fraction of the budget before which a failure is not reported if the recogniser is still learning."""
+"""Fraction of the budget before which a lack of time is not reported as the cause of a failure."""
+_TOO_LITTLE_TIME = "too little time"
 _LOOKED_AT, _COUNTED = 32, 2000
 """Number of utterances of a set that are recognised, and whose tokens are counted, to find the cause of a failure."""
 _MANY, _MUCH = 0.25, 0.05
@@ -241,7 +242,7 @@ def verdict_on(
 ) -> str:
     """Return why the recogniser of a checkpoint does not work, and the remedy, judged by its error rate on the set
     `name`. The text is empty if the recogniser works, if less than a tenth of the budget has been spent, or if less
-    than half of it has been spent, no cause was found, and the recogniser is still learning."""
+    than half of it has been spent and the likeliest cause is a lack of time."""
     steps, epochs = manifest.position.num_done, manifest.epochs_ended or manifest.next_ticket.epoch
     spent = recipe.budget.fraction(Spent(steps, epochs, manifest.minutes))
     if rate <= USELESS or spent < _TOO_EARLY:
@@ -262,9 +263,9 @@ def verdict_on(
             or _silent(held_out, name)
             or _learning_rate(recipe, folder, train, own)
         )
-        if found is None and spent < _HALF and _is_learning(own, held_out):
-            return ""
         cause, remedy = found or likeliest_cause(recipe, own, held_out, name, steps)
+        if spent < _HALF and cause.startswith(_TOO_LITTLE_TIME):
+            return ""
     except Exception as error:  # no error in the diagnosis may end the run or lose its scores
         said = " ".join(str(error).split())[:_MOST_SAID]
         cause, remedy = f"unknown, as looking for it failed ({type(error).__name__}: {said})", "`{check}`"
@@ -382,7 +383,7 @@ def _learning_rate(recipe: Recipe, folder: ExperimentFolder, train: SpeechSets, 
     if own.ratio > before:
         return f"the learning rate is too high: {losses}", f"lower optimizer.lr (now {recipe.optimizer.lr:g})"
     return (
-        f"too little time, or too low a learning rate: {losses}",
+        f"{_TOO_LITTLE_TIME}, or too low a learning rate: {losses}",
         f"a larger budget, or a higher optimizer.lr (now {recipe.optimizer.lr:g})",
     )
 
@@ -394,11 +395,6 @@ def _carries_over(own: Looked, held_out: Looked) -> bool:
     return 1.0 - held_out.ratio > _CARRIED * (1.0 - own.ratio)
 
 
-def _is_learning(own: Looked, held_out: Looked) -> bool:
-    """Whether the loss has fallen on both sets, and the training set has not been learnt yet."""
-    return own.wer >= _LEARNT and own.ratio is not None and own.ratio < _STUCK and _carries_over(own, held_out)
-
-
 def likeliest_cause(recipe: Recipe, own: Looked, held_out: Looked, name: str, steps: int) -> tuple[str, str]:
     """The likeliest cause and its remedy, from the model's performance on the training set (`own`) and on the set
     `name`."""
@@ -407,7 +403,7 @@ def likeliest_cause(recipe: Recipe, own: Looked, held_out: Looked, name: str, st
     carries_over = _carries_over(own, held_out)
     told = "" if ratio is None else f" (its loss is {ratio:.0%} of that of a model that hears nothing)"
     check = "look for wrong transcripts with `{check}`"
-    if own.wer < _LEARNT or (ratio is not None and ratio < _STUCK and not carries_over):
+    if own.wer < _LEARNT or (own.wer <= USELESS and not is_stuck and not carries_over):
         return (
             f"what was learnt from the training data (WER {own.wer:.0f} %){told} does not carry over to {name}: "
             "transcripts do not belong to their recordings, or the sets differ greatly in speakers and recordings",
@@ -423,8 +419,11 @@ def likeliest_cause(recipe: Recipe, own: Looked, held_out: Looked, name: str, st
     if is_stuck:
         is_plateau = own.is_empty and ratio is not None
         where = "is still on the plateau of blanks with which CTC begins" if is_plateau else "has hardly begun"
-        return f"too little time: training {where}{told}", f"{longer}, or a higher or lower {rate}"
+        return f"{_TOO_LITTLE_TIME}: training {where}{told}", f"{longer}, or a higher or lower {rate}"
+    learnt = "the training data are learnt, but slowly"
+    if own.wer > USELESS:
+        learnt = "the loss is falling, but nothing is recognised yet, not even in the training data"
     return (
-        f"too little time: the training data are learnt, but slowly, WER {own.wer:.0f} % there{told}",
+        f"{_TOO_LITTLE_TIME}: {learnt}, WER {own.wer:.0f} % there{told}",
         f"{longer}; if more time does not help, {check}",
     )
