@@ -8,10 +8,12 @@ from typing import Any
 from pydantic import Field
 from torch import Tensor, nn
 
-from benchmarks.auto_task import TEACHER, Imitation
+from benchmarks.auto_task import BATCH_SIZE, TEACHER, Imitation
 from benchmarks.perceptron import perceptron
 from benchmarks.workloads import Batch
 from starling import Task, TaskRecipe, job_of
+from starling.chance import derive_seed
+from starling.workload import Ticket
 
 HIDDEN = (768, 896)
 """Widths of the hidden layers of a model with 750,000 weights."""
@@ -20,10 +22,12 @@ NUM_BATCHES = 256
 
 
 class Sleeping(Imitation):
-    """Cross-entropy of the teacher's choice among ten classes; each gradient takes `seconds` longer than it needs."""
+    """Cross-entropy of the teacher's choice among ten classes; each gradient takes `seconds` longer than it needs. The
+    seed chooses the points that are trained on."""
 
-    def __init__(self, seconds: float, hidden: Sequence[int] = HIDDEN) -> None:
+    def __init__(self, seconds: float, hidden: Sequence[int] = HIDDEN, seed: int = 3) -> None:
         super().__init__(seconds)
+        self._seed = seed
         self._widths = (TEACHER[0], *hidden, TEACHER[-1])
 
     def make_model(self) -> nn.Module:
@@ -32,9 +36,13 @@ class Sleeping(Imitation):
     def num_batches(self, epoch: int) -> int:
         return NUM_BATCHES
 
+    def load(self, ticket: Ticket) -> Sequence[Batch]:
+        return [self._points(derive_seed(self._seed, "points", ticket.epoch, ticket.index), BATCH_SIZE)]
+
     def loss(self, model: nn.Module, examples: Batch) -> Tensor:
         found = nn.functional.cross_entropy(model(examples.inputs), examples.targets)
-        time.sleep(self.seconds)
+        if self.seconds > 0.0:  # a sleep of 0 s would still give the core away
+            time.sleep(self.seconds)
         return found
 
 
@@ -53,7 +61,7 @@ class Storm(Task[StormRecipe]):
     settings = StormRecipe
 
     def make_job(self, recipe: StormRecipe, folder: Any, learners_here: int | None = None) -> Any:
-        return job_of(recipe, Sleeping(recipe.seconds, recipe.hidden))
+        return job_of(recipe, Sleeping(recipe.seconds, recipe.hidden, recipe.seed))
 
     def score(self, recipe: StormRecipe, folder: Any, tell: Any, console: Any, may_be_best: bool = False) -> None:
         loss = Sleeping(0.0, recipe.hidden).validation_loss(self.trained_model(recipe, folder))

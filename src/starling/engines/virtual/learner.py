@@ -63,6 +63,8 @@ class VirtualLearner(Member):
         own computation."""
         self._num_means: dict[str, int] = {}  # a mean is identified by its position in each learner's sequence
         self._pause = 0.0  # seconds that injected pauses add to the gradient under way
+        self._gradient_ends = 0.0
+        """Time on the simulated clock at which the newest gradient is complete."""
         self.life = life
         self.batches = self._batches_of(membership.batches)
         self.cut_agreement, life.state = self._cuts_of(membership), start
@@ -109,6 +111,7 @@ class VirtualLearner(Member):
             return self.replica.gradients
 
         event = self._environment.timeout(seconds + paused + waiting)
+        self._gradient_ends = self._environment.now + seconds + paused + waiting
         event.callbacks.append(finish)
         computing = seconds + paused - times.communication_seconds
         return VirtualGradient(event, result, lambda: "its own gradient", computing=computing)
@@ -222,14 +225,20 @@ class VirtualLearner(Member):
             self._has_left |= not has_ended
             if has_ended:
                 self.rounds.finish()
-        while membership.reasons and not life.is_dead and (seconds := self._simulation.seconds_out_of_reach(life)) > 0:
-            try:  # a learner that is paused or cut off is not notified immediately that a membership is over
+        while membership.reasons and not life.is_dead and (seconds := self._seconds_until_leaving()) > 0.0:
+            try:
                 yield self._environment.timeout(seconds)
             except simpy.Interrupt:
                 continue
         self._close(activity, coroutine)
         del membership.activities[self.rank, kind]
         membership.look_whether_over()
+
+    def _seconds_until_leaving(self) -> float:
+        """Return the seconds that this learner still takes to leave a membership that is over. If it is paused or cut
+        off, it is not notified immediately. It completes a gradient that is under way, even if no mean needs it."""
+        under_way: float = self._gradient_ends - self._environment.now
+        return max(self._simulation.seconds_out_of_reach(self.life), under_way)
 
     def _advance(
         self, activity: Activity, coroutine: Coroutine[Any, Any, None], kind: str
