@@ -66,7 +66,7 @@ def packages(requirements: list[str]) -> set[str]:
 
 def test_the_base_is_light() -> None:
     """What `join` and the engines import, and nothing of speech."""
-    base = {"torch", "numpy", "simpy", "pydantic", "pyyaml", "typer", "rich", "safetensors", "greenlet"}
+    base = {"torch", "numpy", "simpy", "pydantic", "pyyaml", "typer", "rich", "safetensors", "greenlet", "jinja2"}
     assert packages(PROJECT["dependencies"]) == base
 
 
