@@ -233,7 +233,7 @@ def test_a_result_with_a_field_of_an_earlier_version_is_read(tmp_path: Path) -> 
 
 
 def test_a_narrow_terminal_shows_fewer_columns_and_the_page_all() -> None:
-    """Those that tell least about the result go first; value, time and speed-up stay, and learners where arms need it."""
+    """Those that tell least about the result go first; value, time and speed-up stay, and learners if arms need it."""
     found = made_up({("", "one", 1): [10.0, 11.0, 12.0], ("", "adpsgd", 4): [30.0, 31.0, 32.5]}, target=1.5)
     titles, *_ = lines = found.markdown(80)
     assert all(len(line) <= 80 for line in lines)
