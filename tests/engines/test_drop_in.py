@@ -401,6 +401,7 @@ def test_who_waits_in_close_hears_that_a_learner_died_while_it_evaluated(tmp_pat
     assert [each for each, _ in ends] == [1, -9, 1]
     for rank in (0, 2):
         assert f"PeerLost: learner {rank} lost learner 1" in ends[rank][1], ends[rank]
+        assert ends[rank][1].count("with on_loss='continue', the others continue alone") == 1
 
 
 @pytest.mark.parametrize(

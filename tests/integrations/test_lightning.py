@@ -72,6 +72,7 @@ def test_asynchronous_learners_train_with_unequal_numbers_of_batches(outcome: Ou
     first, second = both(outcome, "train")
     told = [json.loads((outcome.folder / f"train-{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
     assert [each["steps"] for each in told] == [80, 160]
+    assert told[0]["best"] == told[1]["best"] and Path(told[1]["best"]).exists()  # their names count learner 0's steps
     assert torch.equal(first["final"], second["final"])
     for each in told:
         assert each["last"] < 0.5 * each["first"]

@@ -141,6 +141,18 @@ def test_a_lone_learner_is_added_if_there_is_no_baseline(compared: Tree) -> None
     assert baseline({"arms": alone}) == (["adpsgd", "allreduce", "lone"], Row("", "lone", 1))
 
 
+def test_stragglers_may_name_any_learner_of_a_row_and_the_added_baseline_has_those_that_exist(compared: Tree) -> None:
+    """The recipe's own number of learners has no meaning in a comparison."""
+    slow = {0: 2.0, 3: 4.0}
+    section = {"arms": {"adpsgd": {"strategy": "adpsgd"}}, "learners": 4}
+    tree = {**compared, "learners": 2, "stragglers": {"slow": slow}, "compare": section}
+    subject = check_comparison(tree, "c.yaml")
+    found = {row.arm: subject.recipe(row).stragglers.slow for row in subject.section.rows}
+    assert found == {"one": {0: 2.0}, "adpsgd": slow}
+    with pytest.raises(ConfigError, match=r"arms\.adpsgd: stragglers\.slow\.3: there is no learner 3 among 2"):
+        check_comparison({**tree, "compare": {**section, "learners": 2}}, "c.yaml")
+
+
 def test_options_of_the_command_override_the_recipe(compared: Tree, tmp_path: Path) -> None:
     """`--strategies` names arms of the recipe, or strategies."""
     recipe = tmp_path / "c.yaml"

@@ -233,10 +233,23 @@ def test_a_result_with_a_field_of_an_earlier_version_is_read(tmp_path: Path) -> 
 
 
 def test_a_narrow_terminal_shows_fewer_columns_and_the_page_all() -> None:
-    """Those that tell least about the result go first; arm, rate, value and verdict stay."""
-    found = made_up({("", "one", 1): [10.0, 11.0, 12.0], ("", "adpsgd", 4): [30.0, 31.0, 32.5]})
+    """Those that tell least about the result go first; value, time and speed-up stay, and learners if arms need it."""
+    found = made_up({("", "one", 1): [10.0, 11.0, 12.0], ("", "adpsgd", 4): [30.0, 31.0, 32.5]}, target=1.5)
     titles, *_ = lines = found.markdown(80)
     assert all(len(line) <= 80 for line in lines)
-    assert [title for title in ("arm", "rate", "WER %", "difference", "verdict") if f" {title} " not in titles] == []
-    assert " p " not in titles
+    shown = ("arm", "WER %", "verdict", "seconds to loss 1.5", "speed-up")
+    assert [title for title in shown if f" {title} " not in titles] == []
+    assert " rate " not in titles and " learners " not in titles
+    twice = made_up(
+        {("", "adpsgd", learners): [30.0, 31.0, 32.5] for learners in (2, 4)}, baseline="adpsgd", target=1.5
+    )
+    assert " learners " in twice.markdown(80)[0] and " speed-up " in twice.markdown(80)[0]
     assert " p " in found.markdown()[0] and found.markdown()[0] in found.page()
+
+
+def test_a_target_that_is_met_before_training_is_a_warning() -> None:
+    """The first point of a curve has a loss of 2: after a warm start, times to a target of 2.5 would say nothing."""
+    cells: dict[tuple[str, str, int], list[float | None]] = {("", "one", 1): [10.0, 11.0]}
+    (warning,) = made_up(cells, target=2.5).warnings()
+    assert "one with 1 learner: the first losses already meet the target, 2.5" in warning
+    assert made_up(cells, target=1.5).warnings() == []

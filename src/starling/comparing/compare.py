@@ -245,10 +245,10 @@ class _Cells:
 
     def _outcome(self, result: CellResult) -> str:
         if result.diverged:
-            return f"diverged after {result.num_gradients} mini-batches, {result.cpu_seconds:.1f} s"
+            return f"diverged after {result.num_gradients} mini-batches, {result.cpu_seconds:.1f} s of CPU time"
         scores = {"validation": result.valid, "test": result.test, "loss": result.loss}
         parts = [f"{name} {value:.4g}" for name, value in scores.items() if value is not None]
-        return f"{', '.join(parts)}, staleness {result.mean_staleness:.1f}, {result.cpu_seconds:.1f} s"
+        return f"{', '.join(parts)}, staleness {result.mean_staleness:.1f}, {result.cpu_seconds:.1f} s of CPU time"
 
     def _advice(self) -> str:
         return f"{self._num_done} of {self._total} cells are kept in {self._kept}; run the same command to continue"

@@ -221,8 +221,15 @@ class Comparison:
         return sum(each.seconds for each in results) / samples if samples else None
 
     def warnings(self) -> list[str]:
-        """Warnings about rows whose best rate lies at an end of its grid."""
-        return [
+        """Warnings about rows whose best rate lies at an end of its grid, and about a target that is met at once."""
+        target = self.section.target
+        met = [row for row in self.best if target is not None and _meets_at_once(self.at_best(row), target)]
+        at_once = [
+            f"warning: {_named(row)}: the first losses already meet the target, {target:g}, as after a warm start, "
+            "so times to it say nothing; choose a lower target"
+            for row in met
+        ]
+        return at_once + [
             f"warning: {_named(row)}: the best rate, {best.rate:g}, is the {best.edge} of its grid; a better one may "
             f"lie beyond, so add {'lower' if best.edge == 'lowest' else 'higher'} rates"
             for row, best in self.best.items()
@@ -257,7 +264,8 @@ class Comparison:
             lines.append([row["setting"], *shown] if has_settings else shown)
         titles = ["setting", *titles] if has_settings else titles
         table = _table(titles, lines)
-        for title in ("p", "speed-up", time, *beside, "difference"):
+        is_named = len({(row["setting"], row["arm"]) for row in self.rows()}) == len(lines)  # without its `learners`
+        for title in ("rate", *["learners"] * is_named, "p", *beside, "difference", "verdict"):
             if width is None or len(table[0]) <= width:
                 break
             place = titles.index(title)
@@ -305,6 +313,10 @@ _LEGEND = [
 
 def _with_half(name: str, found: Estimate | None) -> dict[str, Any]:
     return {name: found and found.mean, f"{name}_half": found and found.half}
+
+
+def _meets_at_once(results: Sequence[CellResult], target: float) -> bool:
+    return any(each.curve and each.curve[0].loss <= target for each in results)
 
 
 def _named(row: Row) -> str:

@@ -110,11 +110,11 @@ def simulate_recipe(task: Task[RecipeT], recipe: RecipeT, tell: Say, console: Co
     """
     say = say_on(console)
     recipe = kept(resolve_resume(task, recipe.model_copy(update={"name": f"{recipe.name}-virtual"})), say)
-    parts = recipe.cluster.model_dump(mode="json").items()
-    cluster = ", ".join(f"{part}.{key}={value}" for part, values in parts for key, value in values.items())
+    parts = recipe.cluster.model_dump(mode="json", exclude_defaults=True).items()
+    changed = [f"{part}.{key}={value}" for part, values in parts for key, value in values.items()]
     say(
-        f"{recipe.learners} virtual learners in {recipe.folder}, on a cluster of {cluster}; change it with "
-        "cluster.KEY=VALUE"
+        f"{recipe.learners} virtual learners in {recipe.folder}, on the default cluster"
+        f"{' but for ' * bool(changed)}{', '.join(changed)}; change it with cluster.KEY=VALUE"
     )
     with Bars(console) as bars:
         folder = set_up_and_claim(task, recipe, say, bars)

@@ -1,9 +1,11 @@
 """Lightning: `Trainer(strategy=StarlingStrategy("adpsgd"))` trains with any of Starling's strategies."""
 
+import json
 import os
 import signal
 import warnings
 from contextlib import ExitStack
+from itertools import count
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -12,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from starling.engines.loop.joined import JoinedLearner
 from starling.errors import ConfigError, ProtocolError, require
 from starling.integrations import HostLearner, close_host_group, open_host_group
-from starling.launch.joining import check_samplers, prepare_to_survive
+from starling.launch.joining import check_samplers, newest_place, prepare_to_survive
 from starling.launch.rendezvous import is_learner
 from starling.timeouts import CONNECT
 
@@ -25,6 +27,7 @@ from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 from lightning.pytorch.utilities.exceptions import SIGTERMException  # noqa: E402
 
 T = TypeVar("T")
+_NUM_FITS = count()
 
 
 class StarlingStrategy(DDPStrategy):  # type: ignore[misc]
@@ -137,6 +140,19 @@ class StarlingStrategy(DDPStrategy):  # type: ignore[misc]
         """Adopt the mean of all final weights, and leave once all learners have."""
         super().on_train_end()
         self._host.finish()
+        if not self._host.survives:  # otherwise the store may be gone
+            self._share_paths()
+
+    def _share_paths(self) -> None:
+        """Give the checkpoint callbacks of all learners the paths that learner 0 wrote, so that `ckpt_path="best"` is
+        the same model everywhere. Their own paths count their own steps, and nothing was written there."""
+        store, key = newest_place().store, f"paths/{next(_NUM_FITS)}"
+        callbacks = self.lightning_module.trainer.checkpoint_callbacks
+        if self.is_global_zero:
+            store.set(key, json.dumps([getattr(each, "best_model_path", None) for each in callbacks]))
+        for callback, path in zip(callbacks, json.loads(store.get(key)), strict=True):
+            if path is not None:
+                callback.best_model_path = path
 
     def on_exception(self, exception: BaseException) -> None:
         """Notify the others, whose training ends with `PeerLost`."""

@@ -24,11 +24,14 @@ from starling.speech.training.set_up import make_job, set_up, set_up_like
 from starling.speech.training.workload import Batch, SpeechWorkload
 from starling.strategies.islands import NO_ISLANDS
 from starling.training.job import Job
+from starling.training.speeds import Stragglers
 from starling.workload import Ticket
 
 _WORD_ERRORS = Metric(name="WER %", all_right=0.0, all_wrong=95.0, diverged=100.0)
 _MAX_BYTES = 512 * 2**20
 """Maximum size, in bytes, of the mini-batches that a process keeps in memory."""
+_BY_LEARNER = {"batch_shares", "stragglers", "faults"}
+"""Sections that name learners, which are checked with each row's number of learners."""
 _NO_RESULT_DEPENDS_ON = {"name", "exp", "overwrite", "resume", "checkpoints", "validate_every"}
 
 
@@ -67,6 +70,9 @@ class SpeechComparison:
         arm = self.section.all_arms[what.arm]
         tree = merge(merge(self.tree, self.section.settings.get(what.setting, {})), arm.keys)
         tree |= {"learners": what.learners}
+        if what.arm not in self.section.arms and "stragglers" in tree:  # the baseline that is added
+            given = checked(Stragglers, tree["stragglers"], "recipe", "stragglers.")
+            tree["stragglers"] = given.among(what.learners).model_dump(mode="json")
         if arm.strategy is not None:
             tree["strategy"] = arm.strategy.model_dump(mode="json")
         if isinstance(what, Cell):
@@ -197,7 +203,7 @@ def check_comparison(tree: Tree, where: str) -> SpeechComparison:
         missing = ["compare: missing; say which `arms` to compare, or give --strategies"]
         problems += missing if given is None else _lines(error)
     try:
-        base = check_recipe(tree, where)
+        base = check_recipe({key: tree[key] for key in tree if key not in _BY_LEARNER}, where)
     except ConfigError as error:
         problems += _lines(error)
     if base is not None and section is not None:

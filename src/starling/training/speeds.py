@@ -51,6 +51,12 @@ class Stragglers(Config):
     pauses: tuple[Pause, ...] = ()
     """Learners that pause once each."""
 
+    def among(self, learners: int) -> "Stragglers":
+        """Return the stragglers without those that are not among the first `learners` learners."""
+        slow = {rank: factor for rank, factor in self.slow.items() if rank < learners}
+        pauses = tuple(pause for pause in self.pauses if pause.learner < learners)
+        return self.model_copy(update={"slow": slow, "pauses": pauses})
+
 
 class Delays:
     """The delays of one learner. Their random numbers depend on the seed and the learner."""

@@ -69,6 +69,10 @@ class LoopLife:
         try:
             return self._repeat(action, *args, **kwargs)
         except StarlingError as error:
+            if isinstance(error, PeerLost) and not (self._feed.is_watched or hasattr(error, "__notes__")):
+                error.add_note(
+                    "start again from the last checkpoint; with on_loss='continue', the others continue alone"
+                )
             raise error.with_traceback(None) from None
 
     def _repeat(self, action: Callable[Concatenate[LoopLearner, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
