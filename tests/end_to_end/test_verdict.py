@@ -105,6 +105,14 @@ def test_too_little_time_is_no_cause_before_half_of_the_budget(recipe: str, tmp_
     assert all("25%" not in each for each in told)
 
 
+def test_a_verdict_inside_an_epoch_names_it(recipe: str, tmp_path: Path) -> None:
+    """Two epochs and a part are not two epochs."""
+    _, events = run(tmp_path, recipe, "budget={steps: 40}", "optimizer.lr=1e-4")
+    assert (
+        " on test in epoch 3 (40 mini-batches, " in [each["text"] for each in events if each["kind"] == "verdict"][-1]
+    )
+
+
 def test_a_set_that_is_not_learnt_yet_is_no_reason_to_doubt_its_transcripts(tree: Tree) -> None:
     """Without a word recognised in the training data, the loss falls there first; with some, there is a difference."""
     recipe = check_recipe(tree, "demo.yaml")

@@ -32,7 +32,11 @@ def test_the_first_line_of_a_run_does_not_claim_a_speed() -> None:
     [
         (0.4, 0.4, None),
         (3.0, 0.5, "learner 0 waits for data 30 % of its time: raise batches.num_workers if cores are idle"),
-        (0.5, 3.0, "learner 0 waits for peers 30 % of its time: another strategy may wait less"),
+        (
+            0.5,
+            3.0,
+            "learner 0 waits for peers 30 % of its time: another strategy, such as adpsgd or local-sgd, may wait less",
+        ),
     ],
 )
 def test_a_learner_that_waited_too_long_is_given_advice(data: float, peers: float, line: str | None) -> None:
@@ -60,7 +64,7 @@ def test_an_asynchronous_epoch_says_how_learners_agreed() -> None:
     for_data = Advice(2).line(replace(end, so_far=replace(end.so_far, computing=6.5, waiting_for_data=3.3))) or ""
     assert for_data.endswith(": raise batches.num_workers if cores are idle")
     for_peers = Advice(2).line(replace(end, so_far=replace(end.so_far, computing=6.5, waiting_for_peers=3.3))) or ""
-    assert for_peers.endswith(": another strategy may wait less")
+    assert for_peers.endswith(": another strategy, such as adpsgd or local-sgd, may wait less")
     without = epoch_line(ended(0, 0, 4, 10.0, 9.5, 0.3, 0.2, staleness=stale))
     assert "peers, staleness 2.2" in without and "rounds" not in without
     assert "1.50 rounds per gradient, staleness 0.0" in epoch_line(ended(0, 0, 4, 10.0, 9.5, 0.3, 0.2, rounds=6))

@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("plotly", reason="the extra `report` is not installed")
 
+from starling.experiment.report import _curve_of
 from starling.launch.messages import Stretch
 from starling.reporting import page as figures
 from starling.reporting.evidence import CurvePoint, Evidence, ScoredSet, Utterance
@@ -34,6 +35,7 @@ def events(staleness: Sequence[int] = (6, 0, 2)) -> list[dict[str, Any]]:
     return [
         {"time": 10.0, "kind": "start", "learners": 2, "strategy": "adpsgd", "command": f"starling train demo {NASTY}"},
         {"time": 11.0, "kind": "loss", "reason": NASTY},
+        {"time": 11.5, "kind": "checkpoint", "folder": "step-00000004", "moment": "epoch", "consensus_distance": 0.5},
         {"time": 12.0, "kind": "epoch", **epoch},
         {"time": 13.0, "kind": "validation", "set": "dev", "step": 8, "epochs": 1, "wer": 12.5},
     ]
@@ -172,6 +174,9 @@ def test_the_page_begins_with_why_a_model_does_not_work() -> None:
     assert page.index('<p class="verdict"><b>demo:</b> too quiet &lt;/script&gt;') < page.index('<table id="overview">')
     assert '<td class="text" data-of="outcome">does not work: see above</td>' in page
     assert NASTY not in page
+    told = [*failed, {"time": 16.0, "kind": "verdict", "text": "no use; likeliest cause: noise; remedy: quiet"}]
+    page = render([evidence(events=[*told, {"time": 17.0, "kind": "end", "message": told[-1]["text"]}])], "2026-01-01")
+    assert page.count("likeliest cause: noise") == 1 and page.count("no use") == 3
     for works in ({"kind": "verdict", "text": ""}, {"kind": "start", "command": "starling train demo resume=exp/demo"}):
         page = render([evidence(events=[*failed, {"time": 16.0, **works}])], "2026-01-01")
         assert '<p class="verdict">' not in page
@@ -186,9 +191,41 @@ def test_the_page_begins_with_goodput_and_warnings() -> None:
     told.append({"time": 22.0, "kind": "end", "exit_code": 3, "message": f"no disk {NASTY}"})
     page = render([evidence(events=told)], "2026-01-01")
     head = page[: page.index('<table id="overview">')]
-    assert "goodput 50.0\u00a0% of 10 s of machine time; lost work 10.0\u00a0%" in head
+    assert "demo, since the resume:</b> goodput 50.0\u00a0% of 10 s of machine time; lost work 10.0\u00a0%" in head
+    assert "since the resume" not in render([evidence(events=[told[0], *told[-2:]])], "2026-01-01")
     first, second = re.findall("<li>(.*)</li>", head)
     assert first.startswith("no disk &lt;/script&gt;") and second == "wait"
+
+
+def test_the_score_is_the_first_on_the_card_and_utterances_name_their_decoding() -> None:
+    """With each set and search; the model of tied states has no greedy decoding."""
+    beam = replace(evidence().sets[0], folder="decode/beam", wer=3.5, utterances=())
+    page = render([evidence(sets=(*evidence().sets, beam)), evidence(loss_unit="frame", sets=())], "today")
+    first = '<td>demo</td><td class="text" data-of="WER"><b>4.0 %</b> on test, <b>3.5 %</b> on test (decode/beam)</td>'
+    assert first in page and '<td class="text" data-of="WER">–</td>' in page
+    assert "<h3>demo, test: best, median and worst (greedy decoding)</h3>" in page
+    assert "greedy" not in render([evidence(loss_unit="frame")], "today")
+
+
+def test_distances_of_the_end_and_single_ones_are_not_drawn() -> None:
+    """After the last averaging, the distance is not that of training."""
+    end = {"kind": "checkpoint", "folder": "step-00000009", "moment": "end", "consensus_distance": 4.0}
+    assert evidence(events=[*events(), end]).distances == [(4, 0.5), (8, 0.25)]
+    (line,) = figures.consensus([evidence(events=[*events(), end])]).data
+    assert list(line.y) == [0.5, 0.25]
+    assert not figures.consensus([evidence(events=[events()[3], end])]).data
+
+
+def test_a_short_last_stretch_of_a_loss_curve_is_no_point_of_its_own() -> None:
+    """It would be the noise of a single mini-batch beside means over four."""
+    steps = [Stretch(0, place + 1.0, 1.0, place, 1, 4, frames=10, losses=10.0) for place in range(301)]
+    curve = _curve_of([*steps[:-1], replace(steps[-1], losses=100.0)])
+    assert (len(curve), curve[-1].step, curve[-1].loss) == (75, 301, pytest.approx(2.8))
+
+
+def test_error_rates_during_training_name_their_set() -> None:
+    """As the recipe and the terminal do."""
+    assert figures.validation([evidence()]).layout.yaxis.title.text == "WER on dev, %"
 
 
 def test_shares_are_of_the_training_time_as_in_the_terminal() -> None:

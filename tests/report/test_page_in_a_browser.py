@@ -88,7 +88,7 @@ def visit(browser: Browser, written: Path) -> Iterator[Visit]:
 def test_every_figure_is_drawn_without_an_error_or_a_request(visit: Visit) -> None:
     """Curves have points, timelines have lines; the console is empty, and nothing but the file itself was fetched."""
     plots = visit.page.evaluate("[...document.querySelectorAll('.plot')].map(plot => plot.id)")
-    assert plots == ["time", "samples", "speed-up", "timeline-0", "timeline-1", "staleness", "consensus"]
+    assert plots == ["time", "samples", "speed-up", "timeline-0", "timeline-1", "staleness"]
     for plot in ("time", "samples", "timeline-0", "timeline-1"):
         paths = visit.page.evaluate(
             f"[...document.querySelectorAll('#{plot} .scatterlayer path.js-line')].map(p => p.getTotalLength())"
@@ -180,6 +180,28 @@ def test_the_page_fits_a_narrow_screen(browser: Browser, written: Path) -> None:
         assert visit.page.evaluate("document.documentElement.scrollWidth") <= width
         drawn = visit.page.evaluate("document.querySelector('#time .nsewdrag').getBoundingClientRect().width")
         assert drawn > 0.6 * width
+    context.close()
+
+
+def test_a_telephone_needs_no_mouse(browser: Browser, outcomes: Path) -> None:
+    """Plotly's tool bar is out of the way, error rates and texts of events are seen without scrolling, and what is said
+    about zooming is true: two taps show the whole run again."""
+    context = browser.new_context(viewport={"width": 390, "height": 800}, has_touch=True, is_mobile=True)
+    visit = Visit(context.new_page(), outcomes)
+    assert visit.page.locator(".modebar").first.is_hidden()
+    assert visit.page.locator(".mouse").is_hidden() and visit.page.locator(".touch").is_visible()
+    assert visit.page.locator("#wer th").all_inner_texts()[2:5] == ["WER", "95 % interval", "CER"]
+    seen = [*visit.page.locator("#wer td:nth-child(5)").all(), *visit.page.locator(".events td.text").all()]
+    boxes = [each.bounding_box() for each in seen]
+    assert len(boxes) > 6 and all(box and box["x"] + box["width"] <= 390 for box in boxes)
+    whole = visit.range_of("timeline-0")
+    visit.page.evaluate("Plotly.relayout('timeline-0', {'xaxis.range': [1, 2]})")
+    visit.page.locator("#timeline-0").scroll_into_view_if_needed()
+    box = visit.page.locator("#timeline-0 .nsewdrag").bounding_box()
+    assert box is not None
+    for _ in range(2):
+        visit.page.touchscreen.tap(box["x"] + 0.5 * box["width"], box["y"] + 0.5 * box["height"])
+    visit.until(f"Math.abs(document.getElementById('timeline-0').layout.xaxis.range[1] - {whole[1]}) < 1")
     context.close()
 
 

@@ -56,10 +56,12 @@ def test_findings_are_shown_by_kind_and_set_and_listed(corpus: Planted, tmp_path
     plants.three_times_the_same_file(corpus)
     result = _starling("check", _recipe(corpus, tmp_path))
     assert result.exit_code == 0
-    assert re.search(r"train ┃ +test, held out ┃\n┃ kind +┃ +27 utt., 0\.0\d h ┃ +8 utt., 0\.0\d h ┃", result.stdout)
+    head = r"train, for training ┃ +test ┃\n┃ kind +┃ +27 utt., 1 min \d\d s ┃ +8 utt., [\d.]+ s ┃"
+    assert re.search(head, result.stdout)
+    assert "Equal texts are normal for digits and commands; equal audio is not" in " ".join(result.stdout.split())
     assert re.search(r"same-audio\s+│\s+2 │\s+- ", result.stdout)
     assert re.search(r"overlap-audio\s+│\s+1 │\s+1 ", result.stdout)
-    assert f"4 found in 35 utterances, listed in {tmp_path / 'data' / 'check.tsv'}" in result.stdout
+    assert f"4 findings in 35 utterances, listed in {tmp_path / 'data' / 'check.tsv'}" in result.stdout
     rows = (tmp_path / "data" / "check.tsv").read_text(encoding="utf-8").splitlines()
     assert "same-audio\ttrain\tthird\ttrain\ttrain-2\t\t\t" in rows
     assert "overlap-audio\ttest\ttest-1\ttrain\tleaked\t1\t0.95\t" in rows
@@ -84,13 +86,13 @@ def test_preparation_leaves_out_what_check_drops(corpus: Planted, tmp_path: Path
     listed = tmp_path / "data" / "check-dropped.tsv"
     first = _starling("check", recipe, "--drop")
     assert re.search(
-        rf"7 utterances \(0\.00 h\) to leave out; use it with data\.filter\.leave_out={listed}", first.stdout
+        rf"7 utterances \([\d.]+ s\) to leave out; use it with data\.filter\.leave_out={listed}", first.stdout
     )
     leave_out = f"data.filter.leave_out={listed}"
     assert _starling("prepare", recipe).exit_code == 5  # unreadable files
     prepared = _starling("prepare", recipe, leave_out)
     assert prepared.exit_code == 0, prepared.stderr
-    assert re.search(r"train: 24 utterances, .* dropped 7 \(0\.00 h\), listed in", prepared.stdout)
+    assert re.search(r"train: 24 utterances, .* dropped 7 \([\d.]+ s\), listed in", prepared.stdout)
 
     before = read_left_out(listed)
     for again in (_starling("check", recipe, leave_out, "--drop"), _starling("check", tmp_path / "data", "--drop")):
@@ -195,8 +197,8 @@ def test_scores_without_near_duplicates_of_training_are_reported_after_a_check(
     with_check, with_check_summary = scored()
     assert with_check[:4] == lines
     assert re.fullmatch(
-        r"%WER 100\.00 \[ \d+ / \d+, 0 ins, \d+ del, 0 sub \].*, without 2 utterances that have a near-duplicate in "
-        r"training",
+        r"%WER 100\.00 \[ \d+ / \d+, 0 ins, \d+ del, 0 sub \].*, without 2 utterances whose audio or text also occurs "
+        r"in training",
         with_check[4],
     )
     assert with_check_summary == summary + with_check[4] + "\n"

@@ -64,7 +64,7 @@ def test_every_utterance_of_a_set_is_written_in_order(tmp_path: Path) -> None:
         ("test", 4, 2, 0),
     ]
     assert summary.sets[0].seconds == pytest.approx(sum(train.durations))
-    assert "train: 8 utterances, 0.00 h, 2 speakers, 8000 Hz, written" in describe(summary)
+    assert re.search(r"train: 8 utterances, \d\.\d s, 2 speakers, 8000 Hz, written", describe(summary))
 
 
 def test_a_second_call_does_nothing(tmp_path: Path) -> None:
@@ -223,7 +223,9 @@ def test_skipped_utterances_are_counted_and_listed(tmp_path: Path, how: str) -> 
     header, row = (tmp_path / "data" / "train" / "dropped.tsv").read_text().splitlines()
     assert header == "id\tseconds\treason"
     assert row.startswith({"duplicate": "u1", "id": "../u4"}.get(how, "u4") + "\t")
-    assert re.search(rf"dropped 1 \(0\.00 h\), listed in .*dropped\.tsv: \S+ \(.*{_FAULTS[how]}.*\)", describe(summary))
+    assert re.search(
+        rf"dropped 1 \([\d.]+ s\), listed in .*dropped\.tsv: \S+ \(.*{_FAULTS[how]}.*\)", describe(summary)
+    )
     assert describe(prepare(config)).splitlines()[0].endswith("dropped.tsv")  # told by name when it is written
 
 
@@ -298,7 +300,8 @@ def test_utterances_outside_the_limits_of_duration_are_dropped_and_their_hours_c
 def test_one_speaker_is_not_several(tmp_path: Path) -> None:
     """The summary reads well for small sets, too."""
     table = write_table(tmp_path / "corpus", count=3, speakers=1)
-    assert "test: 1 utterance, 0.00 h, 1 speaker, 8000 Hz" in describe(prepare(_config(tmp_path / "data", table)))
+    told = describe(prepare(_config(tmp_path / "data", table)))
+    assert re.search(r"test: 1 utterance, [\d.]+ s, 1 speaker, 8000 Hz", told)
 
 
 def test_a_set_with_nothing_left_is_an_error(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from starling.errors import DataError
-from starling.speech.scoring import error_rates, write_score_files
+from starling.speech.scoring import error_rates, lines_of_unseen, write_score_files
 
 WORD = st.sampled_from(["ONE", "TWO", "THREE", "TEN", "ÉTÉ"])
 REFERENCE = st.lists(WORD, min_size=1, max_size=6).map(" ".join)
@@ -143,3 +143,9 @@ def test_a_word_that_looks_like_a_gap_is_a_word(tmp_path):
     """A star in a transcript is scored like any other word."""
     result = write_score_files(tmp_path, "stars", {"a": "* ONE"}, {"a": "ONE"}, "as-is")
     assert (result.words.deletions, result.words.reference) == (1, 2)
+
+
+def test_texts_that_also_occur_in_training_are_not_called_leaked_recordings():
+    """Digits have few texts; whether recordings are shared is for the check to say."""
+    (line,) = lines_of_unseen({"a": "ONE", "b": "TWO"}, {}, {"a", "b"})
+    assert line == "the audio or text of all 2 utterances also occurs in training: no score without these"

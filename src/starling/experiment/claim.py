@@ -207,5 +207,5 @@ def _commit() -> str:
             ["git", "-C", str(source), *describe], capture_output=True, text=True, timeout=10, check=True
         )
     except (OSError, subprocess.SubprocessError):
-        return "unknown: not a git checkout"
+        return "unknown: an installed package"
     return result.stdout.strip()

@@ -111,7 +111,6 @@ def collect(folder: ExperimentFolder, label: str) -> Evidence:
     drawn_from = "The loss is drawn from its TensorBoard curves or its epochs: it has no record of times."
     no_scores = "Simulations score no valid set while they train." if is_virtual else None
     one_model = f"Under {strategy}, all learners have the same weights." if has_one_model else None
-    distances = [] if has_one_model else [distance for _, distance in found.distances if distance > 0.0]
     parts: Sequence[tuple[Section, bool, str]] = (
         ("training", bool(found.curve and stretches), drawn_from if found.curve else "No training loss was recorded."),
         ("validation", bool(found.validations), no_scores or "No model was scored while it trained."),
@@ -127,7 +126,11 @@ def collect(folder: ExperimentFolder, label: str) -> Evidence:
             if found.staleness
             else "No staleness was recorded.",
         ),
-        ("consensus", bool(distances), one_model or "No consensus distance was recorded, or it was 0."),
+        (
+            "consensus",
+            bool(found.distances) and not has_one_model,
+            one_model or "Fewer than two consensus distances above 0 were recorded before the end.",
+        ),
         ("events", bool(events), "The run recorded no events (log/events.jsonl)."),
     )
     missing |= {section: sentence for section, is_there, sentence in parts if not is_there}
@@ -213,6 +216,8 @@ def _curve_of(found: Iterable[Stretch]) -> list[CurvePoint]:
     size = max(len({each.learner for each in stretches}), math.ceil(merged(stretches).batches / MAX_POINTS))
     before = accumulate((each.batches for each in stretches), initial=0)
     parts = [merged(part) for _, part in groupby(stretches, lambda each: next(before) // size)]
+    if len(parts) > 1 and 2 * parts[-1].batches < size:  # so few mini-batches would be mostly noise
+        parts[-2:] = [merged(parts[-2:])]
     so_far = accumulate(parts, lambda *both: merged(both))
     return [
         CurvePoint(until.end - begin, until.step + 1, until.examples or None, part.loss)

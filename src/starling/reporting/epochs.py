@@ -255,7 +255,10 @@ def ended_epochs(roster: Roster, after: int, is_over: bool = False) -> Iterator[
 
 _BUSY = 90.0  # a learner that computes for at least this percentage of its time gets no advice
 _LITTLE = 5.0  # waiting for less than this percentage of the time causes no advice
-_ADVICE = {"data": "raise batches.num_workers if cores are idle", "peers": "another strategy may wait less"}
+_ADVICE = {
+    "data": "raise batches.num_workers if cores are idle",
+    "peers": "another strategy, such as adpsgd or local-sgd, may wait less",
+}
 """Advice about a learner's waits, by what it waits for."""
 
 

@@ -168,6 +168,11 @@ class Evidence:
         return Goodput(**{name: found[-1][name] for name in names}) if found and found[-1]["machines"] else None
 
     @property
+    def is_resumed(self) -> bool:
+        """Whether the newest run continued an earlier one."""
+        return [each["kind"] for each in self.events].count("start") > 1
+
+    @property
     def warnings(self) -> list[str]:
         """The error that ended the newest run, and the run's losses, stalls and advice."""
         starts = [place for place, each in enumerate(self.events) if each["kind"] == "start"]
@@ -201,25 +206,27 @@ class Evidence:
 
     @property
     def distances(self) -> list[tuple[int, float]]:
-        """Consensus distances, each with the number of mini-batches so far: from checkpoints, whose names contain that
-        number, and from epochs of simulations."""
+        """Consensus distances above 0, each with the number of mini-batches so far: from checkpoints, whose names
+        contain that number, and from epochs of simulations. Those of the end, when learners may have averaged once
+        more, are left out, and so is a single one."""
         found: dict[int, float] = {}
         for each in self.events:
             step, distance = each.get("step"), each.get("consensus_distance")
             if each["kind"] == "checkpoint":
                 number = Path(str(each.get("folder", ""))).name.removeprefix("step-").partition("-")[0]
                 step = int(number) if number.isdecimal() else None
-            if each["kind"] in ("checkpoint", "epoch") and is_number(step) and is_number(distance):
+            is_shown = each["kind"] in ("checkpoint", "epoch") and each.get("moment") != "end"
+            if is_shown and is_number(step) and is_number(distance) and distance > 0.0:
                 found[int(step)] = float(distance)
-        return sorted(found.items())
+        return sorted(found.items()) if len(found) > 1 else []
 
     @property
     def happenings(self) -> list[Happening]:
-        """The events that appear in no figure, in words."""
+        """The events that appear in no figure, in words. Verdicts are shortened; the page begins with the newest."""
         began = next((each["time"] for each in self.events if is_number(each.get("time"))), 0.0)
         told = []
         for event in self.events:
-            if text := _told(event):
+            if text := _told(event).partition("; likeliest cause: ")[0]:
                 at = float(event["time"]) - began if is_number(event.get("time")) and not self.is_virtual else None
                 told.append(Happening(at, str(event["kind"]), text))
         if (left_out := len(told) - MAX_EVENTS) > 0:

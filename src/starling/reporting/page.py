@@ -22,7 +22,7 @@ from plotly.offline import get_plotlyjs
 
 from starling.launch.messages import Stretch
 from starling.reporting.epochs import SPENT, duration, merged
-from starling.reporting.evidence import CurvePoint, Evidence, Seconds
+from starling.reporting.evidence import CurvePoint, Evidence, Seconds, newest
 
 _TEMPLATE = Path(__file__).parent / "page.html.jinja"
 COLOURS = ("#3b82c4", "#e07b39", "#3a9d5d", "#b05cc6", "#c9a227", "#d1495b", "#5aa9a5", "#8d6e63")
@@ -101,8 +101,9 @@ def loss_by_samples(experiments: Sequence[Evidence]) -> go.Figure:
 
 
 def validation(experiments: Sequence[Evidence]) -> go.Figure:
-    """Word error rate on the valid set, epoch by epoch."""
-    drawing = _Drawing("epochs", "WER on the valid set, %", experiments)
+    """Word error rate on the set that is scored during training, epoch by epoch."""
+    names = {str(each["set"]) for one in experiments for each in newest(one.events, "validation") if "set" in each}
+    drawing = _Drawing("epochs", f"WER on {', '.join(sorted(names))}, %", experiments)
     drawing.update_yaxes(rangemode="tozero")
     for each in experiments:
         drawing.line(each, each.validations, "lines+markers")
@@ -222,9 +223,8 @@ def consensus(experiments: Sequence[Evidence]) -> go.Figure:
     tens = []
     for each in experiments:
         if "consensus" not in each.missing:
-            points = [point for point in each.distances if point[1] > 0.0]
-            drawing.line(each, points, "lines+markers")
-            tens += [math.log10(distance) for _, distance in points]
+            drawing.line(each, each.distances, "lines+markers")
+            tens += [math.log10(distance) for _, distance in each.distances]
     low, high = (math.floor(min(tens)), math.floor(max(tens)) + 1) if tens else (0, 1)
     ticks = {"dtick": math.ceil((high - low) / 8), "exponentformat": "power"}  # no digits between powers of ten
     drawing.update_yaxes(type="log", range=[low, high], **ticks)

@@ -18,6 +18,7 @@ from typing import Any
 
 from starling.errors import ConfigError, DataError, some
 from starling.files import sync
+from starling.reporting.epochs import duration
 from starling.speech.corpora import Utterance, join_strings, plan_strings
 from starling.speech.data import DataConfig, set_digest, set_settings, setting_differences, source_of
 from starling.speech.object_store import ObjectFolder, StorageOptions
@@ -116,12 +117,12 @@ def describe(summary: Summary) -> str:
     for each in summary.sets:
         state = "written" if each.name in summary.written else "kept"
         line = (
-            f"{each.name}: {_number(each.utterances, 'utterance')}, {each.hours:.2f} h, "
+            f"{each.name}: {_number(each.utterances, 'utterance')}, {duration(each.seconds)}, "
             f"{_number(each.speakers, 'speaker')}, {each.sampling_rate} Hz, {state}"
         )
         if each.dropped:
             listed = summary.folder / each.name / "dropped.tsv"
-            line += f"; dropped {each.dropped} ({each.dropped_seconds / 3600:.2f} h), listed in {listed}"
+            line += f"; dropped {each.dropped} ({duration(each.dropped_seconds)}), listed in {listed}"
             if each.name in summary.written:
                 line += f": {_first_dropped(listed)}"
         lines.append(line)

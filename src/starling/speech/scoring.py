@@ -152,9 +152,9 @@ def lines_of_unseen(references: Mapping[str, str], hypotheses: Mapping[str, str]
     if not without:
         return []
     if not unseen:
-        return [f"all {without} utterances have a near-duplicate in training, so there is no score without these"]
+        return [f"the audio or text of all {without} utterances also occurs in training: no score without these"]
     result = error_rates(unseen, {name: text for name, text in hypotheses.items() if name in unseen})
-    return [f"{result.lines()[0]}, without {without} utterances that have a near-duplicate in training"]
+    return [f"{result.lines()[0]}, without {without} utterances whose audio or text also occurs in training"]
 
 
 def align_words(references: Mapping[str, str], hypotheses: Mapping[str, str]) -> dict[str, Alignment]:

@@ -12,6 +12,7 @@ from rich.table import Column, Table
 from starling.configuration import Config, checked
 from starling.errors import ConfigError, DataError
 from starling.recipe import apply_overrides
+from starling.reporting.epochs import duration
 from starling.reporting.progress import Bars
 from starling.speech.check.corpus import Training, check_corpus
 from starling.speech.check.findings import HEARD, HEARD_LIST, KINDS, CheckConfig, Report, to_drop, write_report
@@ -27,6 +28,9 @@ _BY_HEART = 3.0
 """A model that makes this many times fewer errors on its training set than on others has memorised it."""
 
 
+_CAPTION = """\
+near-text: nearly the same text occurs earlier in the set. overlap-…: the same audio, text or speaker occurs in
+training. Equal texts are normal for digits and commands; equal audio is not. docs/data.md explains all kinds."""
 _DROPPED = "check-dropped.tsv"
 _SHOWN = 20
 
@@ -80,13 +84,13 @@ def check(data: Path, overrides: Sequence[str], drop: bool, strict: bool, consol
         for line in _remarks(report, trained):
             typer.echo(line)
         typer.echo(f"the texts that the model hears, with the worst fit first: {folder / HEARD_LIST}")
-    typer.echo(f"{len(report.findings) or 'nothing'} found in {total} utterances, listed in {path}")
+    number = f"{len(report.findings)} findings" if report.findings else "nothing found"
+    typer.echo(f"{number} in {total} utterances, listed in {path}")
     if drop:
         items = to_drop(report, keys.check, [] if left_out is None else read_left_out(left_out))
         write_left_out(folder / _DROPPED, items)
-        hours = sum(item.seconds for item in items) / 3600
         typer.echo(
-            f"{len(items)} utterances ({hours:.2f} h) to leave out; use it with "
+            f"{len(items)} utterances ({duration(sum(item.seconds for item in items))}) to leave out; use it with "
             f"data.filter.leave_out={folder / _DROPPED}"
         )
     if strict and report.findings:
@@ -136,10 +140,10 @@ def _show_heard(report: Report) -> None:
 
 def _table(report: Report) -> Table:
     """A table of the number of findings by kind and set."""
-    table = Table("kind", title="found", title_justify="left")
+    table = Table("kind", title="findings", title_justify="left", caption=_CAPTION, caption_justify="left")
     for each in report.sets:
-        role = "" if each.name == report.train else ", held out"
-        table.add_column(f"{each.name}{role}\n{each.utterances} utt., {each.seconds / 3600:.2f} h", justify="right")
+        role = ", for training" if each.name == report.train else ""
+        table.add_column(f"{each.name}{role}\n{each.utterances} utt., {duration(each.seconds)}", justify="right")
     for kind in KINDS:
         own = Counter(each.set for each in report.findings if each.kind == kind)
         if own:

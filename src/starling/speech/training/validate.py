@@ -269,10 +269,11 @@ def verdict_on(
     except Exception as error:  # no error in the diagnosis may end the run or lose its scores
         said = " ".join(str(error).split())[:_MOST_SAID]
         cause, remedy = f"unknown, as looking for it failed ({type(error).__name__}: {said})", "`{check}`"
-    so_far = f"{epochs} epoch{'s' * (epochs != 1)} ({steps} mini-batches, {duration(60.0 * manifest.minutes)})"
+    so_far = f"after {epochs} epoch{'s' * (epochs != 1)}" if manifest.epochs_ended else f"in epoch {epochs + 1}"
+    so_far += f" ({steps} mini-batches, {duration(60.0 * manifest.minutes)})"
     limits = ", ".join(f"{key} {value:g}" for key, value in recipe.budget.model_dump(exclude_none=True).items())
     return (
-        f"the recogniser does not work: {what} on {name} after {so_far}, {spent:.0%} of the budget ({limits}); "
+        f"the recogniser does not work: {what} on {name} {so_far}, {spent:.0%} of the budget ({limits}); "
         f"likeliest cause: {cause}; remedy: {remedy.format(check=f'starling check {folder.config}')}"
     )
 
