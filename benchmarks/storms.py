@@ -99,6 +99,8 @@ def storm_cell(storm: Storm, strategy: str, seed: int) -> dict[str, float]:
         lines = (experiment / "log" / "events.jsonl").read_text(encoding="utf-8").splitlines()
         seen = experiment / "seen"
         num_batches = sum(read_record(seen, segments(seen)[0].name).num_computed.values())
+    if num_batches == 0:  # a run without work reports no goodput
+        return {"useful": 0.0, "mini_batches": 0, "loss": loss_in(told)}
     found = next(each for each in map(json.loads, lines) if each["kind"] == "goodput")
     parts = ("useful", "lost_work", "waiting_for_peers", "entering")
     shares = {part: round(found[part] / found["machines"], 4) for part in parts}

@@ -198,6 +198,14 @@ def test_a_loss_costs_the_others_one_short_pause() -> None:
     assert sum(count - 1 for count in again.values()) <= 1
 
 
+def test_a_gradient_under_way_is_completed_before_its_learner_leaves() -> None:
+    """Also if it was given to a mean that will not be formed: a real learner cannot stop within a gradient."""
+    outcome, _ = run("allreduce", Kill(kill=3, at_step=3), cluster=EQUAL, slow=1.0)
+    until_left = 0.3  # the third gradient; the loss is noticed after half of it
+    num_rounds_of_three = 4  # of the other ten mini-batches
+    assert outcome.seconds == pytest.approx(until_left + WATCH.regroup + 0.1 * num_rounds_of_three, abs=0.01)
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize("name", ["allreduce", "delay-by-one", "dpsgd-ring", "adpsgd-ring", "server-hybrid", "hogwild"])
 def test_a_learner_that_stands_still_is_waited_for_or_taken_for_dead(name: str) -> None:

@@ -60,7 +60,7 @@ def text_of(page: Path) -> str:
     if (make := GENERATED.get(links.site_page(page))) is not None:
         text = re.sub(rf"^{re.escape(PLACE)}(\n>.*)*$", lambda _: make(), text, flags=re.MULTILINE)
     text = links.for_site(text, page)
-    if page.stem in notebooks.TUTORIALS:
+    if page.parent.name == "tutorials" and page.stem in notebooks.TUTORIALS:
         title, rest = text.split("\n", 1)
         text = f"{title}\n\n[Download this tutorial as a notebook]({page.stem}.ipynb)\n{rest}"
     return text

@@ -139,12 +139,13 @@ class Cluster(Config):
     `uplink: unlimited`. Times are in seconds, bandwidths in bytes per second. By default a gradient takes 0.1 s, each
     learner is a node, and links have a latency of 50 µs and 1.25e9 bytes per second.
 
-    Args:
-        compute: `seconds` of a gradient, `distribution` and `spread`.
-        link: `latency`, `bandwidth`, `jitter` and `all_reduce` of links between nodes.
-        nodes: `size`, and the `latency`, `bandwidth` and `uplink` of nodes with several learners.
-        memory: `bandwidth` of a machine's memory.
-        watch: `notice`, `regroup`, `silence` and `start` of a run that loses learners.
+    Each part is a mapping:
+
+    - compute: `seconds` of a gradient, `distribution` and `spread`
+    - link: `latency`, `bandwidth`, `jitter` and `all_reduce` of links between nodes
+    - nodes: `size`, and the `latency`, `bandwidth` and `uplink` of nodes with several learners
+    - memory: `bandwidth` of a machine's memory
+    - watch: `notice`, `regroup`, `silence` and `start` of a run that loses learners
 
     Example:
         >>> nodes = {"size": 8, "latency": 5e-6, "bandwidth": 150e9}

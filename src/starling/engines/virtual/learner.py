@@ -237,7 +237,7 @@ class VirtualLearner(Member):
     def _seconds_until_leaving(self) -> float:
         """Return the seconds that this learner still takes to leave a membership that is over. If it is paused or cut
         off, it is not notified immediately. It completes a gradient that is under way, even if no mean needs it."""
-        under_way: float = self._gradient_ends - self._environment.now
+        under_way = self._gradient_ends - float(self._environment.now)
         return max(self._simulation.seconds_out_of_reach(self.life), under_way)
 
     def _advance(
