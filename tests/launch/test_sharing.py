@@ -142,6 +142,25 @@ def test_between_epochs_the_state_is_the_next_one(learners: Learners) -> None:
     assert [*batches] == [(1, 0), (1, 1), (1, 2)]
 
 
+def test_a_learner_that_has_ended_its_epoch_saves_the_next_one_although_another_is_still_at_work(
+    learners: Learners,
+) -> None:
+    """A save after the epoch, under a strategy whose learners do not wait for each other: a run that resumes there may
+    not train once more on the last samples of the other learner, as a whole epoch."""
+    first, other = (learners.make(rank, lambda: starling.SharedSampler(10, claim_size=4)) for rank in range(2))
+    at_work = iter(other)
+    taken = [next(at_work)]
+    other.done(1)
+    own = list(first)
+    first.done(len(own))
+    taken += at_work
+    assert sorted(own + taken) == list(range(10))
+    assert first.state_dict() == {"epoch": 1, "remaining": [[0, 10]], "samples": 10, "seed": 0}
+    assert other.state_dict()["epoch"] == 0
+    other.done(len(taken) - 1)
+    assert other.state_dict() == first.state_dict()
+
+
 def test_what_a_lost_learner_had_is_given_to_the_others(learners: Learners) -> None:
     """Once, although two say that it was lost; a learner that joins takes part."""
     samplers = [learners.make(rank, lambda: starling.SharedSampler(40, claim_size=4)) for rank in range(3)]

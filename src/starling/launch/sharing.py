@@ -36,6 +36,7 @@ class Claims:
         self._store, self._rank, self._remaining, self._size = store, rank, remaining, size
         self._num_claims = self._first = self._num_done = 0  # `_first`: this learner's first claim that is not done
         self._sizes: dict[int, int] = {}
+        self._is_counted = False
 
     def __iter__(self) -> Iterator[Part]:
         """This learner's claims, until all positions have been given out."""
@@ -50,11 +51,16 @@ class Claims:
     def done(self, num_positions: int) -> None:
         """Record that this learner has finished `num_positions` more of its positions, in the order in which it claimed
         them."""
-        self._num_done += num_positions
+        self._num_done, self._is_counted = self._num_done + num_positions, True
         while self._first in self._sizes and self._num_done >= self._sizes[self._first]:
             self._num_done -= self._sizes.pop(self._first)
             self._first += 1
         self._store.set(f"done/{self._rank}", json.dumps([self._first, self._num_done]))
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether this learner has finished all positions that it received, or never called `done`."""
+        return not (self._sizes and self._is_counted)
 
     def reissue(self, rank: int) -> None:
         """Give the unfinished positions of a lost learner to the learners that ask next. Further calls for the same
@@ -154,10 +160,14 @@ class _Shared(Sampler[T], Generic[T]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the part of the present epoch that remains, for all learners together. The state is small, and
-        consists of numbers and lists."""
+        consists of numbers and lists.
+
+        After a pass, when this learner has finished its own samples, the epoch counts as ended: what others still train
+        on is in their parts of the checkpoint that they save after their passes.
+        """
         remaining = [part for part in self._claims().remaining() if self._end is None or part[0] < self._end]
         epoch = self._epoch
-        if self._has_ended and not remaining:
+        if self._has_ended and (not remaining or self._claims().is_finished):
             epoch, remaining = epoch + 1, self._whole
         return {"epoch": epoch, "remaining": [list(part) for part in remaining], **self._identity}
 
