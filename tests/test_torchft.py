@@ -17,7 +17,6 @@ from benchmarks.perceptron import perceptron
 from benchmarks.rivals import COLUMNS
 from benchmarks.runs import read_weights
 from benchmarks.starting import Program, run_side_by_side
-from benchmarks.storm_task import WIDTHS as TASK_WIDTHS
 from benchmarks.storm_task import Sleeping
 from benchmarks.torchft_storm import Attempt, figures, parse, weather
 from starling.launch.launcher import loopback_store
@@ -86,7 +85,8 @@ def test_a_storm_of_torchft_has_a_goodput_and_leaves_no_process(tmp_path: Path) 
     found = figures(workers.attempts, [])
     assert 0.0 < found["goodput"]["ratio"] < 1.0
     assert sum(found["goodput"].values()) == pytest.approx(1.0)
-    assert found["loss"] < Sleeping(0.0).validation_loss(perceptron(TASK_WIDTHS)) - 0.1
+    task = Sleeping(0.0)
+    assert found["loss"] < task.validation_loss(task.make_model()) - 0.1
 
 
 def test_gradients_that_no_outer_step_has_are_lost_and_stopped_time_counts_nowhere(tmp_path: Path) -> None:

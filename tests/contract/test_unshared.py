@@ -18,19 +18,19 @@ def test_messages_with_parts_of_the_weights_share_these_parts_in_turn() -> None:
     unshared = Unshared()
     assert unshared.count == 0.0
     for _ in range(4):
-        unshared.add_step()
+        unshared.num_steps += 1
     assert unshared.count == 4.0
     unshared.send(0.25)
     assert unshared.count == 3.0
     for _ in range(2):
-        unshared.add_step()
+        unshared.num_steps += 1
     unshared.send(0.75)  # the other three quarters, which were sent never
     assert unshared.count == 0.25 * 2
     unshared.send(0.5)  # the quarter that was sent first, and a third of the others
     assert unshared.count == 0.0
-    unshared.add_step()
+    unshared.num_steps += 1
     unshared.send(1.0, num_ahead=1)
-    unshared.add_step()
+    unshared.num_steps += 1
     assert unshared.count == 0.0
 
 

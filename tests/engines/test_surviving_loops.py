@@ -298,7 +298,8 @@ def test_every_strategy_of_equals_survives(strategy: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [
-        ("decoupled-diloco", {"every": 4, "fragments": 2, "overlap": 1}),
+        # with the default momentum, 0.9, the loss still swings after 80 steps
+        ("decoupled-diloco", {"every": 4, "fragments": 2, "overlap": 1, "momentum": 0.5}),
         ("parameter-server", {}),
         ("async-diloco", {"every": 4, "rate": 0.7}),
         pytest.param("aeasgd", {"every": 4}, marks=pytest.mark.wide),

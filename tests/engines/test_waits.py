@@ -128,7 +128,7 @@ def test_time_in_which_the_process_stood_still_is_no_wait(is_seen_by_beat: bool)
         assert waits.running() - began == 0.5
         assert waits.longest().seconds == 0.5  # type: ignore[union-attr]
     assert waits.beat() == (0.0 if is_seen_by_beat else 29.5)
-    assert (waits.newly_stopped(), waits.newly_stopped()) == (29.5, 0.0)
+    assert (waits.running_and_stopped()[1], waits.running_and_stopped()[1]) == (29.5, 0.0)
     clock.now += 1.0
     assert waits.running() - began == 1.5
 
@@ -138,7 +138,7 @@ def test_without_heartbeats_no_time_counts_as_stopped() -> None:
     waits = Waits(clock)
     began = waits.running()
     clock.now += 30.0
-    assert (waits.running() - began, waits.newly_stopped()) == (30.0, 0.0)
+    assert (waits.running() - began, waits.running_and_stopped()[1]) == (30.0, 0.0)
 
 
 def test_who_has_not_written_a_key_is_known_while_it_is_awaited() -> None:

@@ -20,7 +20,7 @@ from pydantic import AfterValidator, Field
 from starling.chance import borrowed_generators, derive_seeds
 from starling.configuration import Config
 from starling.errors import DataError
-from starling.speech.features import Warp, attempt
+from starling.speech.features import Warp
 
 if TYPE_CHECKING:
     import torch
@@ -264,8 +264,10 @@ def augmented(
             continue
         others = [] if config.babble_snr is None else [*waveforms[:place], *waveforms[place + 1 :]]
         usable = [other for other in others if not isinstance(other, DataError)]
-        generator = np.random.default_rng(each)
-        found[place] = attempt(augment_waveform, waveform, sampling_rate, config, generator, usable)
+        try:
+            found[place] = augment_waveform(waveform, sampling_rate, config, np.random.default_rng(each), usable)
+        except DataError as error:
+            found[place] = error
     return found
 
 

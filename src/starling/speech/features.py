@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -41,6 +41,11 @@ def attempt(function: Callable[..., _Result], *arguments: object) -> _Result | D
         return function(*arguments)
     except DataError as error:
         return error
+
+
+def attempts(function: Callable[..., _Result], *columns: Iterable[object]) -> list[_Result | DataError]:
+    """The result or the DataError of each call; the columns hold the calls' arguments and have the same length."""
+    return [attempt(function, *arguments) for arguments in zip(*columns, strict=True)]
 
 
 class FeatureConfig(Config):
@@ -170,8 +175,7 @@ class LogMel:
         """
         energies = self.energies(waveforms, warps)
         if self.config.pauses is not None:
-            kept = map(self.kept, energies, least or [0] * len(energies))
-            energies = [each[places] for each, places in zip(energies, kept, strict=True)]
+            energies = [each[kept] for each, kept in zip(energies, self.kept(energies, least), strict=True)]
         return self.of_energies(energies)
 
     def of_energies(self, energies: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -188,7 +192,7 @@ class LogMel:
     ) -> list[torch.Tensor | DataError]:
         """The features of several waveforms, computed as `batch` does. An element may be an error, or a waveform that
         fails `checked`; the result then has the error in its place."""
-        found = [attempt(self.checked, *each) for each in zip(waveforms, utterances, strict=True)]
+        found = attempts(self.checked, waveforms, utterances)
         usable = {place: each for place, each in enumerate(found) if not isinstance(each, DataError)}
         if usable:
             matrices = self.batch(
@@ -203,13 +207,17 @@ class LogMel:
         """The log-mel energies `[frames, num_bands]` of each waveform, normalised but not spliced, with all pauses."""
         return self.normalised(self.energies(waveforms, warps))
 
-    def kept(self, energies: torch.Tensor, least: int = 0) -> NDArray[np.int64]:
-        """Indices of the frames of log-mel energies `[frames, num_bands]` that remain when pauses are shortened; all
-        frames if fewer than `least` would remain."""
+    def kept(self, energies: Sequence[torch.Tensor], least: Sequence[int] | None = None) -> list[NDArray[np.int64]]:
+        """For each utterance's log-mel energies `[frames, num_bands]`, the indices of the frames that remain when
+        pauses are shortened; all frames if fewer than `least` would remain."""
+        whole = [np.arange(len(each)) for each in energies]
         if self.longest_pause is None:
-            return np.arange(len(energies))
-        places = without_long_pauses(energies.exp().numpy(), self.longest_pause)
-        return places if len(places) >= least else np.arange(len(energies))
+            return whole
+        shortened = without_long_pauses([each.exp().numpy() for each in energies], self.longest_pause)
+        return [
+            some if len(some) >= number else every
+            for some, every, number in zip(shortened, whole, least or [0] * len(whole), strict=True)
+        ]
 
     def normalised(self, energies: list[torch.Tensor]) -> list[torch.Tensor]:
         """Normalise the log-mel energies `[frames, num_bands]` of each utterance as configured."""

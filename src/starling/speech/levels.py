@@ -5,7 +5,7 @@ This module imports only NumPy, because exported models contain this file.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -77,14 +77,18 @@ def normalised(energies: Iterable[Levels]) -> list[Levels]:
     return scaled
 
 
-def without_long_pauses(powers: Levels, longest: int) -> NDArray[np.int64]:
-    """The indices `[m]` of the frames that remain when long pauses are shortened, given powers `[n, bands]`. The middle
-    of each pause of more than `longest` frames is dropped, and all frames but one of a pause at an end of the
-    recording.
+def without_long_pauses(powers: Sequence[Levels], longest: int) -> list[NDArray[np.int64]]:
+    """For each recording, the indices `[m]` of the frames that remain when long pauses are shortened, given powers
+    `[n, bands]`. The middle of each pause of more than `longest` frames is dropped, and all frames but one of a pause
+    at an end of the recording.
 
     In a pause, each group of bands is 30 dB below the level of speech, or within 6 dB of a noise that lasts for 0.35 s
     somewhere in the recording. Levels are averaged over five frames.
     """
+    return [_without_long_pauses(each, longest) for each in powers]
+
+
+def _without_long_pauses(powers: Levels, longest: int) -> NDArray[np.int64]:
     total, count = powers.mean(1), len(powers)
     speech = float(total[active(total)].mean())
     groups = np.array_split(powers, min(_GROUPS, powers.shape[1]), axis=1)

@@ -262,7 +262,7 @@ class Recogniser:
         energies = layer.energies(waveforms)
         if layer.config.pauses is None:
             return self.hear(layer.of_energies(energies))
-        kept = [layer.kept(each) for each in energies]
+        kept = layer.kept(energies)
         heard = self.hear(layer.of_energies([each[places] for each, places in zip(energies, kept, strict=True)]))
         rate = self.model_config.subsampling
         return heard.in_time(

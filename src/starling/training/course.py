@@ -203,7 +203,7 @@ class CourseLearner(ReplicaLearner):
         if self._weight != 1.0 and self._is_own(gradient):
             gradient, rate = gradient / self._weight, rate * self._weight
         self.count_finite(self.replica.step(gradient, rate))
-        self.statistics.unshared.add_step()
+        self.statistics.unshared.num_steps += 1
         if self.job.strategy.steps_itself:
             self._finish_ticket()
 
@@ -260,10 +260,12 @@ class CourseLearner(ReplicaLearner):
         progress, following = self.tickets.around(self._portion, self._minutes_before if minutes is None else minutes)
         self._epochs, self._fraction = progress.epochs, self.job.budget.fraction(progress)
         self._rate = self.job.schedule.at(progress, self.job.budget, following)
-        if self.order.turns:
-            self.order.flush()
+        if (order := self.replica.order).turns:
+            order.flush()
         for ticket, batch in loaded if self._is_reporting else ():
-            self._observer.on_claim(ClaimReport.of(self.life.name, ticket, batch, minutes))
+            ids = tuple(name for examples in batch for name in getattr(examples, "ids", ()))
+            skipped = tuple(each for examples in batch for each in getattr(examples, "skipped", ()))
+            self._observer.on_claim(ClaimReport(self.life.name, ticket, ids, skipped, minutes))
         return True
 
     def _make_order(self, tell: Callable[[str], None]) -> Order:

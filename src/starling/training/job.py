@@ -3,7 +3,7 @@ observers receive."""
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import add
 from typing import Any
@@ -20,7 +20,7 @@ from starling.strategies.islands import NO_ISLANDS, Island, between_islands
 from starling.training.faults import Fault
 from starling.training.freezing import Freeze
 from starling.training.speeds import BatchShares, Stragglers, shares_problem
-from starling.workload import Examples, Ticket, Weighting, Workload
+from starling.workload import Ticket, Weighting, Workload
 
 
 @dataclass(frozen=True)
@@ -147,18 +147,15 @@ class Unshared:
     """
 
     def __init__(self) -> None:
-        self._num_steps = 0
+        self.num_steps = 0
+        """Number of steps of the learner."""
         self._parts = deque([(1.0, 0)])  # parts of the weights, with the number of steps when they were sent last
         self._lock = threading.Lock()  # foreground and background send
-
-    def add_step(self) -> None:
-        """Count a step."""
-        self._num_steps += 1
 
     def send(self, part: float, num_ahead: int = 0) -> None:
         """Count a message with a `part` of the weights, between 0 and 1. The next `num_ahead` steps are shared, too."""
         with self._lock:
-            self._parts.append((part, self._num_steps + num_ahead))
+            self._parts.append((part, self.num_steps + num_ahead))
             while part > 0.0:
                 oldest, at = self._parts.popleft()
                 if oldest > part:
@@ -169,7 +166,7 @@ class Unshared:
     def count(self) -> float:
         """The number of steps that would be lost with the learner."""
         with self._lock:
-            return sum(part * max(0, self._num_steps - at) for part, at in self._parts)
+            return sum(part * max(0, self.num_steps - at) for part, at in self._parts)
 
 
 @dataclass(frozen=True)
@@ -184,17 +181,6 @@ class ClaimReport:
     """Name and reason of each example that could not be used, if the mini-batch has an attribute `skipped`."""
     minutes: float | None = None
     """The training time of the claim, if the budget depends on time."""
-
-    @staticmethod
-    def of(rank: int, ticket: Ticket, batch: Collection[Examples], minutes: float | None = None) -> "ClaimReport":
-        """Create the report of a mini-batch, which is given as its micro-batches."""
-        return ClaimReport(
-            rank,
-            ticket,
-            ids=tuple(name for examples in batch for name in getattr(examples, "ids", ())),
-            skipped=tuple(each for examples in batch for each in getattr(examples, "skipped", ())),
-            minutes=minutes,
-        )
 
 
 @dataclass(frozen=True)

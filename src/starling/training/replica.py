@@ -457,10 +457,20 @@ class ReplicaLearner(Learner, LocalOptimizer, Background, Shards):
         if not 0 <= peer < self.world:
             raise ProtocolError(f"learner {self.rank} cannot exchange with learner {peer} among {self.world} learners")
 
-    def count_mean_of_all(self, of: Tensor | Handle[Tensor] | EncodedMean, group: Sequence[int]) -> None:
-        """Count a mean that shares this learner's work. In a mean over fewer learners than all, such as the learners of
-        a node, the work stays with learners that are lost together."""
-        if len(group) < self.world:
+    def begin_mean(
+        self, of: Tensor | Handle[Tensor] | EncodedMean, group: Sequence[int] | None, sync_group: range
+    ) -> None:
+        """Check a mean, and count it if it shares this learner's work. In a mean over fewer learners than all, such as
+        the learners of a node, the work stays with learners that are lost together. Raises `ProtocolError` unless the
+        mean is over the learner's own sync group, and for a vector that `check_mean` refuses."""
+        chosen = range(self.world) if group is None else group
+        if chosen != sync_group and list(chosen) != list(sync_group):
+            raise ProtocolError(
+                f"learner {self.rank} cannot average over learners {list(chosen)}: its sync group is {list(sync_group)}"
+            )
+        if isinstance(of, Tensor):
+            self.check_mean(of)
+        if len(sync_group) < self.world:
             return
         if isinstance(of, Handle):  # the step with this gradient follows
             self.statistics.unshared.send(1.0, num_ahead=1)
@@ -474,14 +484,6 @@ class ReplicaLearner(Learner, LocalOptimizer, Background, Shards):
         is_work = is_encoded or (tensor.is_floating_point() and tensor.itemsize <= weights.itemsize)
         if is_work and not (self.is_served and self.is_behind):
             self.statistics.unshared.send(1.0 if is_encoded else min(1.0, tensor.numel() / len(weights)))
-
-    def check_group(self, group: Sequence[int] | None, sync_group: range) -> None:
-        """Raise `ProtocolError` unless a mean is over the learner's own sync group."""
-        chosen = range(self.world) if group is None else group
-        if chosen != sync_group and list(chosen) != list(sync_group):
-            raise ProtocolError(
-                f"learner {self.rank} cannot average over learners {list(chosen)}: its sync group is {list(sync_group)}"
-            )
 
     def check_mean(self, vector: Tensor) -> None:
         """Raise `ProtocolError` if an averaged vector has not the dtype of the weights, or is longer than they are."""

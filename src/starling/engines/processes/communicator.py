@@ -159,8 +159,7 @@ class ConnectedLearner(ReplicaLearner):
         return self.peers.silent(suspect)
 
     def mean(self, of: Tensor | Handle[Tensor] | EncodedMean, group: Sequence[int] | None = None) -> Handle[Tensor]:
-        self.check_group(group, self.sync_group)
-        self.count_mean_of_all(of, self.sync_group)
+        self.begin_mean(of, group, self.sync_group)
         return self._started(lambda: self._start_mean(of))
 
     def _started(self, start: Callable[[], Handle[T]]) -> Handle[T]:
@@ -181,15 +180,19 @@ class ConnectedLearner(ReplicaLearner):
         self.is_averaged = True
         handle = cast(ProcessHandle[Tensor], of)  # as all that this learner has started
         if handle.is_finished:
-            return self._mean(handle.result())
+            return self._mean_of(handle)
         if isinstance(handle, GradientHandle):
             return handle.averaged(lambda gradient: self._mean(gradient, into=gradient).result())
-        return ProcessHandle(lambda: self._mean(handle.result()).result(), of=handle.of)
+        return ProcessHandle(lambda: self._mean_of(handle).result(), of=handle.of)
+
+    def _mean_of(self, handle: Handle[Tensor]) -> Handle[Tensor]:
+        vector = handle.result()
+        self.check_mean(vector)
+        return self._mean(vector)
 
     def _mean(self, of: Tensor, into: Tensor | None = None) -> Handle[Tensor]:
         """Start the mean of the present values of a vector. The result is in new memory or, if learners share memory,
         in `into`."""
-        self.check_mean(of)
         self.count_mean(of.nbytes)
         if len(self.sync_group) == 1:
             alone = of.clone() if into is None else of
@@ -495,11 +498,10 @@ class ConnectedLearner(ReplicaLearner):
     def _waiting(self, what: str, whom: Sequence[int] = (), is_group: bool = False) -> Generator[None, None, None]:
         """A context in which this thread waits for other learners. The waiting time is counted unless the thread is the
         background."""
-        begin = self.waits.running()
-        with self.waits.waiting(what, whom, is_group):
+        with self.waits.waiting(what, whom, is_group) as wait:
             yield
         if not self.is_behind:
-            self.statistics.spent.waiting_for_peers += self.waits.running() - begin
+            self.statistics.spent.waiting_for_peers += wait.seconds
 
     def _make_lane(self, number: int, shares_memory: bool) -> _Lane:
         means: OrderedMean | SharedMean

@@ -200,8 +200,9 @@ class ProcessLearner(ConnectedLearner, CourseLearner):
             until = (now := self.waits.running()) + self.life.delays.after(now - begin - waited)
             while (left := until - self.waits.running()) > 0.0:
                 time.sleep(left)
-        self.statistics.spent.computing += self.waits.running() - begin - waited
-        self.statistics.spent.stopped += self.waits.newly_stopped()
+        now, stopped = self.waits.running_and_stopped()
+        self.statistics.spent.computing += now - begin - waited
+        self.statistics.spent.stopped += stopped
         self.statistics.spent.waiting_for_peers += waited
         self.report_step(loss)
         return flat.gradients
@@ -292,10 +293,10 @@ class ProcessBatches:
 
     def next(self, claim: int) -> Sequence[Loaded] | None:
         begin = time.monotonic()
-        with self._peers.waits.waiting("data"):
+        with self._peers.waits.waiting("data") as wait:
             loaded = list(islice(self._batches, self._tickets.shares[self._member]))
         now = time.monotonic()
-        self._learner.statistics.spent.waiting_for_data += now - begin
+        self._learner.statistics.spent.waiting_for_data += wait.seconds
         if self._draws_nothing:
             return loaded or None
         if self._resumed_at is not None:

@@ -30,7 +30,7 @@ class Wait:
     """One wait of one thread, and the context manager within which the thread waits. A context manager made from a
     generator would take twice as long, at each step of a learner."""
 
-    __slots__ = ("_outer", "_waits", "is_behind", "is_group", "number", "since", "what", "whom")
+    __slots__ = ("_begin", "_outer", "_waits", "is_behind", "is_group", "number", "seconds", "since", "what", "whom")
 
     def __init__(self, waits: "Waits", what: str, whom: Sequence[int], is_group: bool) -> None:
         self._waits = waits
@@ -44,7 +44,7 @@ class Wait:
 
     def __enter__(self) -> Self:
         waits, thread = self._waits, threading.get_ident()
-        self.number, self.since = next(_numbers), waits.began(self.what)
+        self.number, self.since, self._begin = next(_numbers), waits.began(self.what), waits.running()
         self.is_behind = threading.current_thread().name.startswith(BACKGROUND)
         """Whether the waiting thread is the background, so that training continues."""
         self._outer = waits.open.get(thread)
@@ -53,6 +53,8 @@ class Wait:
 
     def __exit__(self, *error: object) -> None:
         thread, waiting = threading.get_ident(), self._waits.open
+        self.seconds = self._waits.running() - self._begin
+        """Duration of the wait, without time for which the process was stopped."""
         if self._outer is None:
             waiting.pop(thread, None)
         else:
@@ -133,11 +135,12 @@ class Waits:
         with self._looking:
             return self._clock() - self._look()
 
-    def newly_stopped(self) -> Seconds:
-        """Return the time for which this process was stopped since the last call."""
+    def running_and_stopped(self) -> tuple[Seconds, Seconds]:
+        """Return the time on the clock of `running`, and the time for which this process was stopped since the last
+        call."""
         with self._looking:
             before, self._told = self._told, self._look()
-            return self._told - before
+            return self._clock() - self._told, self._told - before
 
     def _look(self) -> Seconds:
         """Look for a stop that has just ended: the thread that calls `beat` has not run yet. Waiting times exclude

@@ -130,15 +130,11 @@ class VirtualLearner(Member):
         return VirtualHandle(self._environment.timeout(0.0), lambda: shards, lambda: "shared memory")
 
     def mean(self, of: Tensor | Handle[Tensor] | EncodedMean, group: Sequence[int] | None = None) -> Handle[Tensor]:
-        self.check_group(group, self.claimers)
-        self.count_mean_of_all(of, self.claimers)
+        self.begin_mean(of, group, self.claimers)
         self.order.flush()
         if isinstance(of, EncodedMean):
             return self._started(self._join_mean(of, 2 * (len(self.claimers) - 1) * of.message_bytes))
-        if isinstance(of, Tensor):
-            self.check_mean(of)
-        else:
-            self.is_averaged = True
+        self.is_averaged = self.is_averaged or isinstance(of, Handle)
         if isinstance(of, VirtualGradient) and not of.event.processed:
             of.is_own, of.refusal = False, given_away(self.rank)
         size, num_bytes = len(self.claimers), self.weights.nbytes if isinstance(of, Handle) else of.nbytes

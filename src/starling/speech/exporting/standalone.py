@@ -68,7 +68,7 @@ class Transcriber:
         energies = [self._energies(frames[begin : begin + _BLOCK], window, bank) for begin in range(0, count, _BLOCK)]
         features = np.concatenate(energies)
         if self.config["pauses"] is not None:
-            features = features[without_long_pauses(np.exp(features), self.config["pauses"])]
+            features = features[without_long_pauses([np.exp(features)], self.config["pauses"])[0]]
         if self.config["normalise"] == "active":
             (features,) = normalised([features])
         elif self.config["normalise"] == "utterance":

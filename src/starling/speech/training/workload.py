@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from starling.chance import derive_seed, one_thread
 from starling.errors import DataError
 from starling.speech.augmentation import AugmentConfig, augmented, draw_warps, spec_augment
-from starling.speech.features import LogMel, attempt
+from starling.speech.features import LogMel, attempts
 from starling.speech.models import Architecture
 from starling.speech.recogniser import Recogniser
 from starling.speech.store import SpeechSet, SpeechSets
@@ -98,8 +98,8 @@ def load_batch(
     stored = speech_set.read(indices.tolist())
     names, texts = [each.id for each in stored], [each.text for each in stored]
     with one_thread():
-        encoded = [attempt(tokenizer.encode, *each) for each in zip(texts, names, strict=True)]
-        waveforms = [attempt(features.checked, each.samples, each.id) for each in stored]
+        encoded = attempts(tokenizer.encode, texts, names)
+        waveforms = attempts(features.checked, [each.samples for each in stored], names)
         waveforms = augmented(waveforms, speech_set.sampling_rate, augment, seed)
         warps = draw_warps(augment, seed, len(stored)) if augment.tempo or augment.vocal_tract else None
         needed = [0 if isinstance(each, DataError) else subsampling * frames_needed(each) for each in encoded]
