@@ -214,10 +214,8 @@ class LogMel:
         if self.longest_pause is None:
             return whole
         shortened = without_long_pauses([each.exp().numpy() for each in energies], self.longest_pause)
-        return [
-            some if len(some) >= number else every
-            for some, every, number in zip(shortened, whole, least or [0] * len(whole), strict=True)
-        ]
+        columns = zip(shortened, whole, least or [0] * len(whole), strict=True)
+        return [some if len(some) >= number else every for some, every, number in columns]
 
     def normalised(self, energies: list[torch.Tensor]) -> list[torch.Tensor]:
         """Normalise the log-mel energies `[frames, num_bands]` of each utterance as configured."""
