@@ -167,7 +167,7 @@ ENTRYPOINT ["tini", "--", "entrypoint"]
 def test_a_dockerfile_is_followed_in_a_folder(tmp_path: Path) -> None:
     """Its Python is an empty environment; each stage has its own variables; what is for Debian is skipped."""
     (tmp_path / "opt").mkdir()
-    image = Image(tmp_path, {"WORD": "given"})
+    image = Image(tmp_path, {"WORD": "given"}, has_pip=False)
     image.build(SMALL)
     assert (tmp_path / "build" / "prefix").read_text(encoding="utf-8").strip() == str(tmp_path / "base")
     assert (tmp_path / "opt" / "word").read_text(encoding="utf-8") == "given\n"
@@ -202,7 +202,7 @@ def test_the_page_builds_with_arguments_that_the_dockerfile_has() -> None:
 def test_learners_of_one_machine_need_no_shared_memory_file_system(tmp_path: Path) -> None:
     """A container has 64 MB of it; here are 64 kB, for a model of 5 MB that two learners average in shared memory."""
     (tmp_path / "job.py").write_text(TWO_LEARNERS, encoding="utf-8")
-    program = f"import os, runpy; os.chdir({str(tmp_path)!r}); runpy.run_path('job.py', run_name='__main__')"
+    program = f"import subprocess, sys; subprocess.run([sys.executable, 'job.py'], cwd={str(tmp_path)!r}, check=True)"
     said = run_with(small_disk(Path("/dev/shm"), "64k"), program)
     assert "finished 20 mini-batches" in said
 
@@ -212,9 +212,15 @@ from functools import partial
 import torch
 import starling
 
-data = torch.utils.data.TensorDataset(torch.randn(200, 40_000), torch.zeros(200, 32))
+data = torch.utils.data.TensorDataset(torch.randn(200, 40_000))
+
+
+def loss(model, batch):
+    return model(batch[0]).mean()
+
+
 job = starling.Job(
-    starling.DataWorkload(partial(torch.nn.Linear, 40_000, 32), lambda model, batch: model(batch[0]).mean(), data),
+    starling.DataWorkload(partial(torch.nn.Linear, 40_000, 32), loss, data, batch_size=2),
     strategy=starling.STRATEGIES["adpsgd"],
     budget=starling.Budget(steps=20),
     make_optimizer=partial(torch.optim.SGD, lr=0.1),
@@ -298,7 +304,7 @@ def test_the_pods_of_a_job_resume_after_the_loss_of_one(
     pods, is_lost = {rank: start(rank) for rank in range(2)}, False
     try:
         while pods and time.monotonic() < deadline:
-            if not is_lost and list(checkpoints.glob("*/manifest.json")):
+            if not is_lost and list(checkpoints.glob("step-*[0-9]/manifest.json")):
                 pods[lost].send_signal(number)
                 is_lost = True
             for rank, pod in list(pods.items()):

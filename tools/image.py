@@ -68,6 +68,8 @@ class Image:
     folder: Path
     arguments: Mapping[str, str] = field(default_factory=dict)
     """Build arguments."""
+    has_pip: bool = True
+    """Whether the base image has pip, which takes seconds to install."""
     variables: dict[str, str] = field(default_factory=dict)
     """Environment of the last stage."""
     workdir: Path = Path()
@@ -82,7 +84,7 @@ class Image:
     def build(self, dockerfile: str) -> None:
         """Follow a Dockerfile. Raises CalledProcessError if a command fails."""
         base = self.folder / "base"
-        venv.create(base, clear=True, with_pip=True)
+        venv.create(base, clear=True, with_pip=self.has_pip)
         unset = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME")
         outside = {name: value for name, value in os.environ.items() if name not in unset}
         outside["PATH"] = os.pathsep.join([str(base / "bin"), os.environ["PATH"]])
