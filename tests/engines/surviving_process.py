@@ -28,7 +28,7 @@ def main(case: dict[str, Any], folder: Path) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(rank + 10.0 * is_restarted)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=case.get("rate", 0.03), momentum=0.5)
     times, worlds = [], []
     options = case.get("options", {})
     with starling.join(
@@ -49,6 +49,9 @@ def main(case: dict[str, Any], folder: Path) -> None:
         began = learner.num_steps
         start = flat(model).clone()
         num_own = case["epochs"][rank] if "epochs" in case else None
+        if "samples" in case:
+            _share(case, learner, model, optimizer, folder, is_restarted)
+            return
         while learner.num_steps < case["steps"] if num_own is None else len(times) < num_own:
             optimizer.zero_grad()
             loss_of(model, 1 + learner.num_steps * 8 + learner.learner_id).backward()  # type: ignore[no-untyped-call]
@@ -86,6 +89,37 @@ def main(case: dict[str, Any], folder: Path) -> None:
             "loss": loss_of(model, 0).detach(),
         }
     save_file(seen, folder / f"result-{rank}.safetensors")
+
+
+def _share(
+    case: dict[str, Any],
+    learner: starling.JoinedLearner,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    folder: Path,
+    is_restarted: bool,
+) -> None:
+    """Four epochs of shared samples, from a loader with a process of its own. Samples are noted as trained on after
+    their step. The learners in `dies` die before that, each after a number of batches in the epoch 1."""
+    rank = learner.learner_id
+    sampler = starling.SharedSampler(case["samples"], claim_size=4)
+    loader = DataLoader(list(range(case["samples"])), sampler=sampler, batch_size=3, num_workers=1)
+    num_left = None if is_restarted else case["dies"].get(str(rank))
+    while sampler.epoch < 4:
+        (folder / f"at-{rank}").write_text(str(sampler.epoch))
+        for batch in loader:
+            optimizer.zero_grad()
+            loss_of(model, int(batch[0])).backward()  # type: ignore[no-untyped-call]
+            time.sleep(case["seconds"][rank])
+            if sampler.epoch == 1 and num_left is not None:
+                num_left -= 1
+                if num_left < 0:
+                    (folder / f"died-{rank}").write_text(f"{time.time()}\n{learner.num_steps}")
+                    os.kill(os.getpid(), signal.SIGKILL)
+            learner.step()
+            sampler.done(len(batch))
+            with (folder / f"trained-{rank}").open("a") as noted:
+                noted.write("".join(f"{number}\n" for number in batch.tolist()))
 
 
 _loaders: list[Iterator[Tensor]] = []

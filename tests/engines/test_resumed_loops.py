@@ -184,6 +184,29 @@ def test_a_resumed_sampler_gives_out_the_rest_of_the_epoch(tmp_path: Path) -> No
     assert sorted(seen) == list(range(24))
 
 
+def test_checkpoints_that_not_all_learners_have_saved_are_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once while a learner saves, and when the run begins again; older ones, which crashes left, are not named."""
+    partial = [tmp_path / f".step-{number:08d}.partial" for number in (3, 5, 6, 7, 8)]
+    model, optimizer = make_loop()
+    with caplog.at_level("WARNING", logger="starling"):
+        with starling.join(model, optimizer, checkpoints=tmp_path) as learner:
+            learner.save(4)
+            for each in partial:  # as if this learner were two that saved under different numbers
+                each.mkdir()
+                (each / "learner-0.json").touch()
+            learner.save(9)
+            learner.save(10)
+        assert caplog.text.count("so nothing can resume from there yet; if learners make unequal numbers of steps") == 1
+        caplog.clear()
+        (tmp_path / ".step-00000011.partial").mkdir()
+        (tmp_path / ".step-00000011.partial" / "learner-1.json").touch()
+        starling.join(model, optimizer, checkpoints=tmp_path).close()
+    assert "removed step-00000011, which not all learners have saved; if" in caplog.text
+    assert not list(tmp_path.glob(".*"))
+
+
 def test_what_cannot_be_saved_or_resumed_is_an_error_that_says_why(tmp_path: Path) -> None:
     model, optimizer = make_loop()
     with pytest.raises(ConfigError, match="give a folder as `checkpoints`"):

@@ -3,7 +3,8 @@
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
 
@@ -15,6 +16,7 @@ import starling
 from starling.engines.processes.place import Place
 from starling.errors import ConfigError
 from starling.launch.sharing import Claims
+from starling.training.membership import Membership
 
 
 def flat(lists: list[list[Any]]) -> list[Any]:
@@ -162,16 +164,17 @@ def test_a_learner_that_has_ended_its_epoch_saves_the_next_one_although_another_
 
 
 def test_what_a_lost_learner_had_is_given_to_the_others(learners: Learners) -> None:
-    """Once, although two say that it was lost; a learner that joins takes part."""
-    samplers = [learners.make(rank, lambda: starling.SharedSampler(40, claim_size=4)) for rank in range(3)]
+    """Once, although two notice that it was lost; a learner that joins takes part."""
+    samplers = [learners.make(rank, lambda: starling.SharedSampler(40, claim_size=4)) for rank in range(4)]
+    membership = Membership(0, (0, 1, 2))
+    for each in samplers:
+        each._find_membership = lambda: membership
     lost, others = iter(samplers[2]), [iter(samplers[0]), iter(samplers[1])]
     trained = list(islice(lost, 6))[:5]
     samplers[2].done(5)
     got = [next(others[0]), next(others[1])]
-    for each in samplers[:2]:
-        each.reissue(2)
-    joiner = learners.make(3, lambda: starling.SharedSampler(40, claim_size=4))
-    got += flat(take_turns([*others, iter(joiner)], random.Random(1)))
+    membership = Membership(2, (0, 1, 3))
+    got += flat(take_turns([*others, iter(samplers[3])], random.Random(1)))
     assert sorted(got + trained) == list(range(40))
 
 
@@ -193,11 +196,14 @@ class Batches:
 def test_batches_of_another_sampler_are_given_once(learners: Learners) -> None:
     """With a lost learner's, for which the sampler is iterated again; and a resumed epoch gives the rest."""
     samplers = [learners.make(rank, lambda: starling.SharedBatches(Batches(20))) for rank in range(3)]
+    membership = Membership(0, (0, 1, 2))
+    for each in samplers:
+        each._find_membership = lambda: membership
     passes = [iter(each) for each in samplers]
     next(passes[2])
     samplers[2].done(0)
     got = [next(passes[0]), next(passes[0]), next(passes[1])]
-    samplers[0].reissue(2)
+    membership = Membership(1, (0, 1))
     got += flat(take_turns(passes[:2], random.Random(0)))
     assert sorted(got) == [(0, number) for number in range(20)]
     assert min(flat(take_turns([iter(each) for each in samplers[:2]], random.Random(0)))) == (1, 0)
@@ -256,11 +262,121 @@ def test_a_state_of_other_data_is_refused() -> None:
 def test_a_claim_that_is_about_to_be_recorded_is_waited_for() -> None:
     """So that a saved state cannot miss it."""
     store = dist.HashStore()
-    claims = Claims(store, 0, [(0, 8)], 4)
-    assert store.add("given", 1) == 1  # another learner, which has not recorded its claim
-    recorded = threading.Timer(0.02, lambda: [store.set("learner/0", "1"), store.set("claim/1/0", "[0, 4]")])
+    claims = Claims(store, 0, 4)
+    store.set("counted", "")
+    assert store.add("given/0", 1) == store.add("begun", 1) == 1  # another learner, which has not recorded its claim
+    store.set("learner/0", "1")
+    assert store.add("learners", 1) == 1
+    store.set("claim/0/0", "[0, 4, 0]")
+    recorded = threading.Timer(0.01, lambda: [store.add("claims/0", 1), store.add("recorded", 1)])
     recorded.start()
-    store.set("done/1", "[0, 0]")
-    threading.Timer(0.01, lambda: [store.add("learners", 1), store.add("claims/1", 1)]).start()
+    assert claims.unfinished(0, 0, [(0, 8, 0)]) == [(0, 4, 0), (4, 8, 0)]
     recorded.join()
-    assert claims.remaining() == [(0, 4), (4, 8)]
+
+
+class Run:
+    """Learners that come, are killed and are restarted, over several epochs; each trains on one sample at a time."""
+
+    def __init__(self, learners: Learners, world: int, epochs: int, make: Any) -> None:
+        self.learners, self.epochs, self.make = learners, epochs, make
+        self.membership = Membership(0, tuple(range(world)))
+        self.trained = Counter[Any]()
+        self.running: dict[int, Iterator[None]] = {rank: self._learner(rank) for rank in range(world)}
+
+    def _learner(self, rank: int) -> Iterator[None]:
+        sampler = self.learners.make(rank, self.make)
+        sampler._find_membership = lambda: self.membership
+        while sampler.epoch < self.epochs:
+            for sample in sampler:
+                yield  # it may be killed here, before it has trained on the sample
+                self.trained[sample] += 1
+                sampler.done(1)
+
+    def change(self, members: Sequence[int]) -> None:
+        self.membership = Membership(self.membership.number + 1, tuple(members))
+
+    def kill(self, rank: int) -> None:
+        del self.running[rank]
+        self.change([each for each in self.membership.members if each != rank])
+
+    def restart(self, rank: int) -> None:
+        self.running[rank] = self._learner(rank)
+        self.change([*self.membership.members, rank])
+
+    def advance(self, rank: int) -> None:
+        if next(self.running[rank], self) is self:
+            del self.running[rank]
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(
+    ("make", "num"),
+    [
+        pytest.param(lambda: starling.SharedSampler(60, claim_size=4), 60, id="samples"),
+        pytest.param(lambda: starling.SharedBatches(Batches(15)), 15, id="batches"),
+    ],
+)
+def test_learners_that_are_killed_and_restarted_train_on_everything_once(
+    learners: Learners, seed: int, make: Any, num: int
+) -> None:
+    """At any speeds, in several epochs, whichever epochs the others have reached; restarted processes begin with the
+    first pass. Learner 0 is never lost and the slowest, so that somebody is left to take what is given again."""
+    chance, epochs = random.Random(seed), 4
+    run = Run(learners, 4, epochs, make)
+    lost: list[int] = []
+    while run.running:
+        others = [rank for rank in run.running if rank]
+        if others and 0 in run.running and chance.random() < 0.02:
+            run.kill(victim := chance.choice(others))
+            lost.append(victim)
+        elif lost and others and chance.random() < 0.05:
+            run.restart(lost.pop())
+        else:
+            run.advance(chance.choice([*others * 5, *(rank for rank in run.running if not rank)]))
+    assert set(run.trained.values()) == ({epochs} if num == 60 else {1})
+    assert run.trained.total() == epochs * num
+
+
+def test_samples_that_are_lost_because_nobody_counts_are_a_warning(
+    learners: Learners, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which says what to call."""
+    first, other = (learners.make(rank, lambda: starling.SharedSampler(8, claim_size=4)) for rank in range(2))
+    members = Membership(0, (0, 1))
+    first._find_membership = lambda: members
+    at_work = iter(first)
+    next(at_work), next(iter(other))
+    members = Membership(1, (0,))
+    with caplog.at_level("WARNING", logger="starling"):
+        assert len(list(at_work)) == 3
+    assert (
+        "learner 1 was lost, and the samples that it had received are left out of this epoch: call `done`"
+        in caplog.text
+    )
+
+
+def test_a_resumed_sampler_says_where_it_is(learners: Learners) -> None:
+    """The epoch for the loop, and the progress for the learning rate; also between two epochs."""
+    sampler = learners.make(0, lambda: starling.SharedSampler(40, claim_size=4))
+    assert (sampler.epoch, len(list(sampler)), sampler.epoch) == (0, 40, 1)
+    part = list(islice(iter(sampler), 20))
+    sampler.done(len(part))
+    assert (sampler.epoch, sampler.progress) == (1, 1.4)
+    resumed = starling.SharedSampler(40)
+    resumed.load_state_dict(sampler.state_dict())
+    assert (resumed.epoch, resumed.progress) == (1, 1.5)
+    assert starling.SharedBatches(Batches(3)).epoch == 0
+
+
+def test_a_restarted_process_that_has_loaded_another_epoch_takes_part_in_the_present_one(learners: Learners) -> None:
+    """It loads the newest checkpoint, which the others, that have begun earlier, did not."""
+    first, restarted = (
+        learners.make(rank, lambda: starling.SharedSampler(12, seed=1, claim_size=4)) for rank in range(2)
+    )
+    for _ in range(5):
+        list(first)
+    present = iter(first)
+    got = [next(present)]
+    restarted.load_state_dict({"epoch": 4, "remaining": [[0, 12]], "samples": 12, "seed": 1})
+    got += list(restarted)
+    assert sorted([*got, *present]) == list(range(12)) and restarted.epoch == first.epoch == 6

@@ -142,6 +142,12 @@ def remove_partial(folder: Path) -> None:
             remove(leftover, ignore_errors=True)
 
 
+def incomplete(folder: Path, part: str = "*") -> list[str]:
+    """Return the names of the checkpoints in `folder` that some learners have saved, among them the one with the file
+    `part`, and others have not."""
+    return sorted({path.parent.name[1 : -len(PARTIAL)] for path in folder.glob(f".*{PARTIAL}/{part}")})
+
+
 def remove_part(partial: Path, rank: int) -> None:
     """Remove one learner's files from a partial folder, and the folder if it is then empty."""
     for path in partial.glob(f"learner-{rank}.*"):

@@ -137,7 +137,8 @@ class Coordinator:
         if self._is_over or (is_first and not ready.issuperset(range(self._world))):
             return
         living = [each for each in (range(self._world) if is_first else before.members) if each not in self._lost]
-        joined = [] if is_first else sorted(ready.difference(living))
+        # a restarted learner joins after its loss, which would otherwise go unnoticed
+        joined = [] if is_first else sorted(ready.difference(living, self._lost))
         members = (*living, *joined)
         if members and members != before.members:
             reasons = [f"learner {each} {how}" for each, how in self._lost.items()]

@@ -32,6 +32,7 @@ from starling.launch.rendezvous import find_place, is_learner, number_of_learner
 from starling.strategies import Strategy, find_strategy
 from starling.timeouts import CONNECT
 from starling.training.flat import trainable
+from starling.training.membership import Membership
 from starling.training.order import RACES
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def join(
         chosen.validate(own, number_of_learners())
         feed = _prepared.pop() if _prepared else _connected(timeout_seconds)
         place = feed.place
-        _surviving[:] = [place]
+        _surviving[:] = [feed]
         root = Peers(place, timeout_seconds, feed=feed)
     else:
         place = shared_place(timeout_seconds)  # the number of earlier calls is the same on all learners
@@ -212,7 +213,7 @@ def shared_place(timeout_seconds: float = CONNECT) -> Place:
     """Return this process's place, which includes the store that all calls of `join` share. A process connects to the
     store only once, because learner 0 may own it. A lone learner has its own store."""
     if not is_learner():
-        return Place(0, 1, 0, 1, HashStore())
+        return _ALONE
     if not _places:
         _places.append(find_place(timeout_seconds))
     return _places[0]
@@ -222,13 +223,18 @@ def prepare_to_survive(timeout_seconds: float = CONNECT) -> None:
     """Connect to the coordinator before `join(…, on_loss="continue")` is called. Samplers that are used before `join`
     then share the coordinator's store, which outlives every learner."""
     _prepared[:] = [_connected(timeout_seconds)]
-    _surviving[:] = [_prepared[0].place]
+    _surviving[:] = _prepared
 
 
 def newest_place() -> Place:
     """Return this process's place in the newest run. If the run survives lost learners, the place has the coordinator's
     store."""
-    return _surviving[0] if _surviving else shared_place()
+    return _surviving[0].place if _surviving else shared_place()
+
+
+def newest_membership() -> Membership | None:
+    """Return the newest membership of a run that survives lost learners; None before it begins, and in other runs."""
+    return _surviving[0].latest if _surviving and _surviving[0].latest.members else None
 
 
 def _connected(timeout_seconds: float) -> "CoordinatorFeed":
@@ -238,9 +244,10 @@ def _connected(timeout_seconds: float) -> "CoordinatorFeed":
     return connect(timeout_seconds, _places[0].store if _places else None)
 
 
+_ALONE = Place(0, 1, 0, 1, HashStore())
 _NUM_CALLS: Iterator[int] = count()
 _places: list[Place] = []
-_surviving: list[Place] = []
+_surviving: "list[CoordinatorFeed]" = []
 _prepared: "list[CoordinatorFeed]" = []
 
 

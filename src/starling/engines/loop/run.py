@@ -133,6 +133,13 @@ class Stateful(Protocol):
         """Adopt a state that `state_dict` has returned."""
 
 
+_MANY = 4
+"""Number of a learner's checkpoints that others have not saved, after which it warns; slow learners save later."""
+_UNEQUAL = (
+    "if learners make unequal numbers of steps, save(number) needs a number that all of them pass, such as the epoch"
+)
+
+
 class LoopCheckpoints:
     """A loop's checkpoints in one folder. They include the states of the loop's own objects, which are `stateful`."""
 
@@ -140,17 +147,21 @@ class LoopCheckpoints:
         """Load the newest checkpoint in `folder`, if there is one. Raises `CheckpointError` if it is damaged."""
         from starling.checkpoint.reader import checkpoints_in, load  # only loops that save need it
 
-        self._folder, self._stateful = folder, stateful
+        self._folder, self._stateful, self._has_warned = folder, stateful, False
         self._newest = next((load(path) for path in reversed(checkpoints_in(folder))), None)
 
     def start(self, rank: int, world: int, strategy: str) -> LearnerState | None:
         """Return the state with which a learner resumes under `strategy`, or None if there is no checkpoint. The loop's
         own objects adopt their states."""
-        from starling.checkpoint.files import remove_partial
+        from starling.checkpoint.files import incomplete, remove_partial
 
+        saved = self._newest
         if rank == 0:
+            if left := [name for name in incomplete(self._folder) if saved is None or name > saved.folder.name]:
+                what = "%s: removed %s, which not all learners have saved; %s"
+                _LOG.warning(what, self._folder, some(left), _UNEQUAL)
             remove_partial(self._folder)
-        if (saved := self._newest) is None:
+        if saved is None:
             return None
         state, first = saved.start(rank, world, strategy), saved.learner(0)
         if not state.loop:
@@ -177,9 +188,15 @@ class LoopCheckpoints:
         self, state: LearnerState, replica: LoopReplica, arrive: Callable[[str], int], has_one_model: bool
     ) -> None:
         """Write this learner's part of a checkpoint; see `CheckpointWriter`."""
+        from starling.checkpoint.files import incomplete
         from starling.checkpoint.writer import CheckpointWriter
 
         CheckpointWriter(self._folder, arrive, replica.write_model, {}, has_one_model=has_one_model).save(state)
+        left = incomplete(self._folder, f"learner-{state.rank}.json")
+        if len(left) >= _MANY and not self._has_warned:
+            self._has_warned = True
+            what = "learner %d: other learners have not saved %s, so nothing can resume from there yet; %s"
+            _LOG.warning(what, state.rank, some(left), _UNEQUAL)
 
     @property
     def _kinds(self) -> list[str]:
