@@ -278,7 +278,7 @@ def test_on_a_terminal_there_is_a_row_for_each_learner() -> None:
 def test_the_table_of_a_finished_run_says_so() -> None:
     """It stays on the screen; a share below 100 % would look like a run that was cut short."""
     text = shown(3, True, lambda screen: screen.hear(snapshot(1, 5)))
-    assert "demo: ended after 30.0 s" in text
+    assert "demo: ended, training 30.0 s" in text
 
 
 def test_the_table_of_a_run_that_was_cut_short_says_how_far_it_came() -> None:

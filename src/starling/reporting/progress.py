@@ -184,7 +184,7 @@ class Display:
         if newest is None:
             done = "starting"
         elif ended:
-            done = f"ended after {duration(newest.new.end)}"
+            done = f"ended, training {duration(newest.new.end)}"
         else:
             done = f"{100 * newest.fraction:.0f} %, {time_left(newest) or '?'} left"
         table = Table(title=f"{self._title}: {done}{_speed(shown)}", title_justify="left")
