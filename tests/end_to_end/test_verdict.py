@@ -67,7 +67,7 @@ def verdict_of(folder: Path, said: str, events: list[Mapping[str, Any]]) -> str:
     experiment = existing(folder / "exp" / "songs")
     first, title, *rest = (experiment.log / "summary.txt").read_text(encoding="utf-8").splitlines()
     assert first == verdict
-    assert title.startswith("songs, allreduce: ended, after ")
+    assert title.startswith("songs, allreduce: ended; start and training ")
     assert f"\n{verdict}\n{title}" in said and rest
     assert (events[-1]["kind"], events[-1]["message"], events[-1]["exit_code"]) == ("end", verdict, 0)
     evidence = collect(experiment, "songs")
