@@ -30,7 +30,7 @@ from starling.files import writing
 from starling.launch.joiners import ask, launcher_id, take_answer, withdraw
 from starling.launch.messages import LearnerStatus, Status, decode_file, encode_file
 from starling.launch.roster import LearnerRecord, LearnerState, Roster
-from starling.recipe.run import RecipeConfig, RunConfig
+from starling.recipe.run import RunConfig
 from starling.reporting.epochs import SPENT, duration, merged, share
 from starling.reporting.goodput import goodput_of
 from starling.reporting.progress import Say, Stalls, say_on
@@ -250,9 +250,8 @@ def _lines(roster: Roster, counts: Counts, waits: Sequence[str], run: RunConfig)
     if joined:
         lines.append(f"joined the running experiment: learner {', '.join(joined)}")
     if roster.lost or roster.generation > 0:
-        can_audit = isinstance(run, RecipeConfig)  # not a job of `starling.train`, which is not in the folder
-        advice = f"; to check that nothing was missed: starling audit {run.folder}" if can_audit else ""
-        lines.append(f"{counts.num_again} mini-batches that others had begun were re-issued{advice}")
+        advice = f"to check that nothing was missed: starling audit {run.folder}"
+        lines.append(f"{counts.num_again} mini-batches that others had begun were re-issued; {advice}")
     if counts.num_skipped:
         lines.append(f"skipped utterances: {counts.num_skipped}, listed in {run.folder}/seen")
     if num_not_finite := sum(each.done.num_not_finite for each in roster.learners.values()):
