@@ -202,6 +202,15 @@ def smaller(text: str) -> str:
     return text
 
 
+def test_the_simulated_cluster_of_python_prints_what_its_page_says(tmp_path: Path) -> None:
+    blocks = code_blocks(ROOT / "docs" / "running.md")
+    (place,) = [place for place, block in enumerate(blocks) if "starling.Cluster(" in block.text]
+    (tmp_path / "script.py").write_text(blocks[place].text, encoding="utf-8")
+    code, said, _ = run_to_end([sys.executable, "script.py"], tmp_path, environment())
+    assert (code, said) == (0, blocks[place + 1].text)
+    assert not (tmp_path / "exp").exists()
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(

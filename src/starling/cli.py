@@ -3,9 +3,11 @@
 import inspect
 import os
 import re
+import shutil
 import signal
-from collections.abc import Iterator, Sequence
-from importlib.metadata import entry_points
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import entry_points, version
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -41,8 +43,6 @@ app.add_typer(shipped, name="recipes", epilog="Example: [bold]starling recipes c
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
-
         typer.echo(f"starling-asr {version('starling-asr')}")
         raise typer.Exit
 
@@ -83,8 +83,7 @@ def simulate(recipe: RecipeArgument, overrides: Overrides = None) -> None:
     from starling.experiment.simulate import simulate_recipe
     from starling.experiment.task import load_recipe
 
-    chosen = load_recipe(recipe, overrides or (), command="starling simulate")
-    simulate_recipe(*chosen, typer.echo, progress_console())
+    simulate_recipe(*load_recipe(recipe, overrides or (), command="starling simulate"), typer.echo, progress_console())
 
 
 @app.command(cls=TakesKeys, epilog="Example: [bold]starling storm demo learners=4 strategy=adpsgd --real[/bold]")
@@ -118,8 +117,8 @@ def measure(
     from starling.experiment.planning import profile_recipe
     from starling.experiment.task import load_recipe
 
-    chosen = load_recipe(recipe, overrides or (), command="starling profile")
-    profile_recipe(*chosen, output, typer.echo, progress_console())
+    given = load_recipe(recipe, overrides or (), command="starling profile")
+    profile_recipe(*given, output, typer.echo, progress_console())
 
 
 @app.command(cls=TakesKeys, epilog="Example: [bold]starling plan demo --profile profile.yaml --learners 4,16[/bold]")
@@ -259,12 +258,19 @@ def strategies(
         Console(highlight=False).print(*_described(StrategyChoice(name=name).strategy), sep="\n")
         return
     found = {name: find_strategy(name) for name in strategy_names()} | {AUTO_STRATEGY.name: AUTO_STRATEGY}
-    width = max(map(len, found))
+    width = max(map(len, found)) + 2
     for kind in dict.fromkeys(strategy.kind for strategy in found.values()):
         typer.echo(kind)
-        for name, strategy in found.items():
-            if strategy.kind == kind:
-                typer.echo(f"  {name:{width}}  {strategy.summary}")
+        _list({f"  {name}": each.summary for name, each in found.items() if each.kind == kind}, width)
+
+
+def _list(found: Mapping[str, str], width: int = 0) -> None:
+    """Print names, in a column of at least `width`, and their texts, which are wrapped beside it: at the terminal's
+    width, or at `COLUMNS`. Without either, as in a pipe, each name has one line."""
+    width, columns = max(width, *map(len, found)), shutil.get_terminal_size((10**6, 0)).columns
+    for name, text in found.items():
+        line, indent = f"{name:{width}}  {text}", " " * (width + 2)
+        typer.echo(textwrap.fill(line, columns, subsequent_indent=indent, break_on_hyphens=False))
 
 
 _PARTS = r"^(Waits|Use when|Args|References|Example):\n"
@@ -308,10 +314,7 @@ def recipes(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         from starling.recipe import summaries
 
-        found = summaries()
-        width = max(map(len, found))
-        for name, summary in found.items():
-            typer.echo(f"{name:{width}}  {summary}")
+        _list(summaries())
 
 
 @shipped.command(epilog="Example: [bold]starling recipes copy demo[/bold]")

@@ -62,3 +62,19 @@ def test_the_help_of_every_command_is_not_cut_off_in_80_columns() -> None:
         shown = CliRunner().invoke(app, [name.replace("_", "-"), "--help"], env={"COLUMNS": "80"})
         assert shown.exit_code == 0, name
         assert too_wide(shown.stdout) == [], name
+
+
+@pytest.mark.parametrize("command", ["recipes", "strategies"])
+def test_a_list_keeps_its_columns_in_80_columns_and_has_a_line_for_each_name_in_a_pipe(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrapped = CliRunner().invoke(app, [command], env={"COLUMNS": "80"}).stdout.splitlines()
+    assert max(map(len, wrapped)) <= 80
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr("sys.__stdout__", None)
+    listed = CliRunner().invoke(app, [command]).stdout.splitlines()
+    assert max(map(len, listed)) > 80
+    column = max(each.start(1) for each in map(re.compile(r" *\S+  +(\S)").match, listed) if each)
+    later = [line for line in wrapped if line.startswith(" " * 10)]
+    assert later and all(len(line) - len(line.lstrip()) == column for line in later)
+    assert " ".join(" ".join(wrapped).split()) == " ".join(" ".join(listed).split())

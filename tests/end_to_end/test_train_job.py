@@ -1,5 +1,6 @@
 """`starling.train` trains anybody's model and data on real processes, with what a recipe's run has."""
 
+import io
 import json
 import os
 import re
@@ -13,7 +14,7 @@ import yaml
 from rich.console import Console
 
 from starling.checkpoint.reader import latest, load
-from starling.errors import ConfigError
+from starling.errors import DataError
 from starling.experiment.record import audit, read_seen
 from tests.warm_start import WarmProgram
 
@@ -139,10 +140,21 @@ def test_a_strategy_of_ones_own_survives_a_loss_and_a_resume(above: str, given: 
     assert accuracy(first) > 0.7
     said = " ".join(first.stderr.split())
     assert "learner 1 was killed by SIGKILL" in said
-    assert "mini-batches that others had begun were re-issued checkpoints:" in said  # without advice to audit a job
+    assert "mini-batches that others had begun were re-issued; to check that nothing was missed: starling audit" in said
     experiment = tmp_path / "exp" / "quadrants"
-    with pytest.raises(ConfigError, match=r"starling\.train trained this experiment, and the job is not in its folder"):
-        audit(experiment, print, Console())
+    told: list[str] = []
+    audit(experiment, told.append, Console(file=io.StringIO()))
+    (line,) = told
+    assert re.match(r"every mini-batch before number 30\d was computed once", line)
+    assert line.endswith("; in 5 complete epochs: each of 1200 examples was seen 5 times")
+    (segment, *_) = sorted((experiment / "seen").iterdir())
+    record = segment / "learner-0.jsonl"
+    lines = record.read_bytes().splitlines(keepends=True)
+    (place, *_) = [place for place, line in enumerate(lines) if b'"kind":"batch"' in line]
+    record.write_bytes(b"".join(lines[:place] + lines[place + 1 :]))
+    with pytest.raises(DataError, match=r"mini-batches \d+ of epoch 1 were not computed"):
+        audit(experiment, told.append, Console(file=io.StringIO()))
+    record.write_bytes(b"".join(lines))
     assert yaml.safe_load((experiment / "config.yaml").read_text())["strategy"] == {"name": name}
     manifest = load(latest(experiment)).manifest
     assert (manifest.position.num_done // 3, manifest.world) == (5 * 20, 3)  # learners step together

@@ -67,7 +67,7 @@ def verdict_of(folder: Path, said: str, events: list[Mapping[str, Any]]) -> str:
     experiment = existing(folder / "exp" / "songs")
     first, title, *rest = (experiment.log / "summary.txt").read_text(encoding="utf-8").splitlines()
     assert first == verdict
-    assert title.startswith("songs, allreduce: ended, after ")
+    assert title.startswith("songs, allreduce: ended; start and training ")
     assert f"\n{verdict}\n{title}" in said and rest
     assert (events[-1]["kind"], events[-1]["message"], events[-1]["exit_code"]) == ("end", verdict, 0)
     evidence = collect(experiment, "songs")
@@ -91,7 +91,7 @@ def test_a_budget_that_is_much_too_small_is_named_and_a_resumed_run_that_works_i
     assert 2 <= said.count("the recogniser does not work: ") <= 3
     again = starling(tmp_path, "train", "exp/songs/config.yaml", "resume=exp/songs", "budget.epochs=14")
     assert again.returncode == 0, again.stderr
-    assert "songs, allreduce: ended well, after" in again.stderr
+    assert "songs, allreduce: ended well; start and training" in again.stderr
     evidence = collect(existing(tmp_path / "exp" / "songs"), "songs")
     assert (evidence.verdict, evidence.outcome) == ("", "ended well")
 
@@ -128,7 +128,7 @@ def test_a_run_that_works_ends_well(recipe: str, tmp_path: Path) -> None:
     """Nothing is said about the blanks with which it begins, before a tenth of its budget is spent."""
     said, events = run(tmp_path, recipe, "budget.epochs=14", "validate_every=14")
     assert "does not work" not in said
-    assert "songs, allreduce: ended well, after" in said
+    assert "songs, allreduce: ended well; start and training" in said
     assert "verdict" not in {each["kind"] for each in events}
 
 

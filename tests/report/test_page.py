@@ -248,3 +248,36 @@ def test_the_loss_is_labelled_with_its_unit() -> None:
     assert title == "training loss per token"
     both = figures.loss_by_time([evidence(loss_unit="token"), evidence(loss_unit="frame")])
     assert both.layout.yaxis.title.text == "training loss"
+
+
+def test_no_heading_is_empty_and_links_lead_to_the_others() -> None:
+    """A row of a comparison has a loss curve and nothing else, and no sentences about what it lacks."""
+    row = evidence(label="row", stretches=(), events=(), sets=())
+    for shown, wanted in (([row], 2), ([row, evidence()], 7)):
+        page = render(shown, "today")
+        main = page[page.index("<main>") : page.index("</main>")]
+        _, *parts = re.split(r"<h2 ", main)
+        assert all(re.sub(r"<h3>.*?</h3>|<[^>]*>", "", part.partition("</h2>")[2]).strip() for part in parts)
+        identifiers = [part.partition('"')[2].partition('"')[0] for part in parts]
+        assert len(identifiers) == wanted
+        assert re.findall(r'<a href="#(.*?)">', page[: page.index("<main>")]) == identifiers
+
+
+def test_all_time_axes_of_a_page_have_the_unit_of_the_longest_run_and_begin_at_0() -> None:
+    """A run of four minutes that began at 12 s on its clock, beside one of six seconds."""
+    stretches = tuple(
+        replace(stretch(learner, place, 59.0), end=12.0 + 60.0 * (place + 1))
+        for place in range(4)
+        for learner in (0, 1)
+    )
+    shown = [evidence(), evidence(label="long", stretches=stretches, curve=_curve_of(stretches))]
+    page = render(shown, "today")
+    (text,) = re.findall(r'id="specs">(.*?)</script>', page, re.DOTALL)
+    specs = json.loads(text)
+    axes = {name: specs[name]["layout"]["xaxis"] for name in ("time", "timeline-0", "timeline-1")}
+    assert {axis["title"]["text"] for axis in axes.values()} == {"time of training, min"}
+    assert axes["timeline-0"]["range"] == pytest.approx([0.0, 0.1])
+    assert axes["timeline-1"]["range"] == pytest.approx([0.0, 4.0])
+    assert values(specs["time"]["data"][1]["x"]).max() == pytest.approx(4.0)
+    computing = next(each for each in specs["timeline-1"]["data"] if each["name"] == "computing")
+    assert np.nanmax(values(computing["x"])) == pytest.approx(4.0)

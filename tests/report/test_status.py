@@ -115,7 +115,7 @@ def test_a_status_is_read_as_it_was_written_and_shown_with_its_age() -> None:
     it = decode_file(Status, encode_file(status(told, "training", None, "")).encode())
     assert it == status(told, "training", None, "")
     text = shown(it, 1100.5, is_alive=True)
-    assert "demo, adpsgd: training, began 1 min 40 s ago, membership 1" in text
+    assert "demo, adpsgd: training, run began 1 min 40 s ago, membership 1" in text
     assert "1.5 s ago" in text
     assert "none yet" in text
     assert "lost: learner 1 was killed by SIGKILL (last reported: computing batch 3 of epoch 1)" in text
@@ -125,7 +125,7 @@ def test_a_status_is_read_as_it_was_written_and_shown_with_its_age() -> None:
 def test_a_run_that_ended_says_how_and_one_without_launcher_that_it_is_gone() -> None:
     """With the exit code; and with when it was last heard of."""
     ended = shown(status(Told(2), "ended", 3, "learner 1 was killed"), 1160.0, is_alive=False)
-    assert "ended 1 min 00 s ago after 1 min 40 s, exit code 3: learner 1 was killed" in ended
+    assert "ended 1 min 00 s ago, whole run 1 min 40 s, exit code 3: learner 1 was killed" in ended
     gone = shown(status(Told(2), "training", None, ""), 1160.0, is_alive=False)
     assert "its launcher (process 4242) is gone or stalled; it wrote this 1 min 00 s ago" in gone
 

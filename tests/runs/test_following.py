@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Generator
@@ -66,7 +67,7 @@ def test_a_run_that_fails_is_summed_up_and_its_status_says_how(recipe: Recipe, f
         assert is_alive(read_status(folder.path))
         following.roster.hear(0, Activity("computing batch 1 of epoch 1"))
         raise NonFiniteError("learner 0: the loss is nan\nand more")
-    assert "songs, allreduce: learner 0: the loss is nan, after" in said(screen)
+    assert "songs, allreduce: learner 0: the loss is nan; whole run " in said(screen)
     assert (folder.log / "summary.txt").read_text().startswith("songs, allreduce: learner 0: the loss is nan")
     status = read_status(folder.path)
     assert (status.stage, status.exit_code, status.message) == ("ended", 4, "learner 0: the loss is nan")
@@ -142,7 +143,7 @@ def test_a_model_that_does_not_work_is_named_first_and_is_not_a_success(
         assert said(screen) == ""
     summary = (folder.log / "summary.txt").read_text().splitlines()
     assert summary[0] == verdict
-    assert summary[1].startswith("songs, allreduce: ended, after ")
+    assert re.match(r"songs, allreduce: ended; start and training \d+\.\d s, whole run \d+\.\d s$", summary[1])
     assert "ended well" not in said(screen)
     status = read_status(folder.path)
     assert (status.exit_code, status.message) == (0, verdict)
@@ -155,7 +156,7 @@ def test_a_run_whose_model_does_not_work_can_end_with_an_error(recipe: Recipe, f
         raise DataError("no test set")
     first, second, *_ = (folder.log / "summary.txt").read_text().splitlines()
     assert first == "it does not work"
-    assert second.startswith("songs, allreduce: no test set, after ")
+    assert second.startswith("songs, allreduce: no test set; whole run ")
     assert read_status(folder.path).message == "no test set"
 
 

@@ -56,6 +56,18 @@ def test_a_score_says_after_how_much_training(
     assert [line[: len(beginning or "")] for line in said] == ([beginning] if beginning else [])
 
 
+def test_a_checkpoint_that_is_gone_before_it_is_scored_is_told_without_an_error_of_the_system(
+    tree: Tree,
+) -> None:
+    """Short epochs may replace it while another model is being scored."""
+    tree["data"]["valid"] = "test"
+    recipe = check_recipe(tree, "r.yaml")
+    folder, said = set_up_and_claim(SPEECH, recipe, lambda line: None), list[str]()
+    with Validation(recipe, folder, said.append, lambda score: None) as validation:
+        validation.saved(folder.checkpoints / "step-00000018", is_last=True)
+    assert said == ["validation of step-00000018 was skipped: newer checkpoints replaced it before it could be scored"]
+
+
 def test_the_final_model_has_its_turn_and_the_test_sets_the_last_word(tree: Tree) -> None:
     """A verdict on an older model must not replace its own."""
     tree["data"]["valid"] = "test"

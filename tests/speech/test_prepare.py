@@ -64,7 +64,7 @@ def test_every_utterance_of_a_set_is_written_in_order(tmp_path: Path) -> None:
         ("test", 4, 2, 0),
     ]
     assert summary.sets[0].seconds == pytest.approx(sum(train.durations))
-    assert re.search(r"train: 8 utterances, \d\.\d s, 2 speakers, 8000 Hz, written", describe(summary))
+    assert re.search(r"train: 8 utterances, \d\.\d s, 2 speakers, stored at 8000 Hz, written", describe(summary))
 
 
 def test_a_second_call_does_nothing(tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def test_one_speaker_is_not_several(tmp_path: Path) -> None:
     """The summary reads well for small sets, too."""
     table = write_table(tmp_path / "corpus", count=3, speakers=1)
     told = describe(prepare(_config(tmp_path / "data", table)))
-    assert re.search(r"test: 1 utterance, [\d.]+ s, 1 speaker, 8000 Hz", told)
+    assert re.search(r"test: 1 utterance, [\d.]+ s, 1 speaker, stored at 8000 Hz", told)
 
 
 def test_a_set_with_nothing_left_is_an_error(tmp_path: Path) -> None:
@@ -555,3 +555,15 @@ def test_preparing_a_corpus_without_speakers_warns(tmp_path: Path, has_speakers:
         [] if has_speakers else ["warning: train: the corpus names no speakers"]
     )
     assert "warning" not in describe(prepare(config))
+
+
+def test_the_line_of_a_set_names_the_rate_at_which_it_is_stored(tmp_path: Path) -> None:
+    """A reader with files of 8 kHz took the rate of the prepared audio for theirs."""
+    samples = np.random.default_rng(1).standard_normal(8000) * 0.1
+    soundfile.write(tmp_path / "a.wav", samples, 8000)
+    table = tmp_path / "all.tsv"
+    table.write_text("id\tspeaker\tsplit\taudio\ttext\na\ts\ttrain\ta.wav\tONE\n", encoding="utf-8")
+    corpus = {"kind": "tsv", "path": str(table), "sets": {"train": {"split": "train"}}}
+    given = {"folder": tmp_path / "prepared", "corpus": corpus, "sampling_rate": 16000, "valid": None, "test": []}
+    line = describe(prepare(DataConfig.model_validate(given)))
+    assert line == "train: 1 utterance, 1.0 s, 1 speaker, stored at 16000 Hz, written"

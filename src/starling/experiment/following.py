@@ -30,7 +30,7 @@ from starling.files import writing
 from starling.launch.joiners import ask, launcher_id, take_answer, withdraw
 from starling.launch.messages import LearnerStatus, Status, decode_file, encode_file
 from starling.launch.roster import LearnerRecord, LearnerState, Roster
-from starling.recipe.run import RecipeConfig, RunConfig
+from starling.recipe.run import RunConfig
 from starling.reporting.epochs import SPENT, duration, merged, share
 from starling.reporting.goodput import goodput_of
 from starling.reporting.progress import Say, Stalls, say_on
@@ -160,8 +160,9 @@ class Following:
         except (OSError, DataError) as error:
             self.events.warn(self._folder.seen, error)
         with roster.lock:
-            seconds = roster.clock() - roster.began_at if self._seconds is None else self._seconds
-            title = f"{self._run.name}, {self._run.strategy.name}: {how}, after {seconds:.0f} s"
+            whole = f"whole run {duration(roster.clock() - roster.began_at)}"
+            training = f"; start and training {duration(self._seconds)}, " if self._seconds is not None else "; "
+            title = f"{self._run.name}, {self._run.strategy.name}: {how}{training}{whole}"
             lines = [*_lines(roster, counts, self._stalls.ended, self._run)]
             if (goodput := goodput_of(roster, counts.num_computed or None)) is not None:
                 lines.append(Text(str(goodput)))
@@ -244,14 +245,13 @@ def _table(roster: Roster, counts: Counts) -> Table:
 
 def _lines(roster: Roster, counts: Counts, waits: Sequence[str], run: RunConfig) -> Iterator[Text]:
     """The lines below the table. `waits` are the lines about stalls that have ended."""
-    lines = [f"lost after {duration(each.at - roster.began_at)}: {each.reason}" for each in roster.lost]
+    lines = [f"lost {duration(each.at - roster.began_at)} after the start: {each.reason}" for each in roster.lost]
     joined = [str(each.learner_id) for each in roster.learners.values() if each.num_joins]
     if joined:
         lines.append(f"joined the running experiment: learner {', '.join(joined)}")
     if roster.lost or roster.generation > 0:
-        can_audit = isinstance(run, RecipeConfig)  # not a job of `starling.train`, which is not in the folder
-        advice = f"; to check that nothing was missed: starling audit {run.folder}" if can_audit else ""
-        lines.append(f"{counts.num_again} mini-batches that others had begun were re-issued{advice}")
+        advice = f"to check that nothing was missed: starling audit {run.folder}"
+        lines.append(f"{counts.num_again} mini-batches that others had begun were re-issued; {advice}")
     if counts.num_skipped:
         lines.append(f"skipped utterances: {counts.num_skipped}, listed in {run.folder}/seen")
     if num_not_finite := sum(each.done.num_not_finite for each in roster.learners.values()):
@@ -375,8 +375,8 @@ def _title(status: Status, now: float, is_alive: bool) -> str:
     what = f"{status.name}, {status.strategy}"
     if status.stage == "ended":
         took, ago = duration(status.written - status.began), duration(max(0.0, now - status.written))
-        return f"{what}: ended {ago} ago after {took}, exit code {status.exit_code}: {status.message}"
-    since = f"{status.stage}, began {duration(max(0.0, now - status.began))} ago"
+        return f"{what}: ended {ago} ago, whole run {took}, exit code {status.exit_code}: {status.message}"
+    since = f"{status.stage}, run began {duration(max(0.0, now - status.began))} ago"
     generation = f", membership {status.generation}" if status.generation >= 0 else ""
     if is_alive:
         return f"{what}: {since}{generation}"

@@ -94,8 +94,7 @@ def begin_segment(folder: Path, position: Position) -> Path:
     num_before = sum(_begin(old)[0] == position.num_done for old in segments(folder))
     segment = folder / (f"{name}.{num_before}" if num_before else name)
     segment.mkdir(parents=True)
-    start = TypeAdapter(Position).dump_json(position, indent=2)
-    (segment / "start.json").write_bytes(start + b"\n")
+    (segment / "start.json").write_bytes(TypeAdapter(Position).dump_json(position, indent=2) + b"\n")
     return segment
 
 
@@ -290,18 +289,44 @@ class EpochAudit:
                 yield f"mini-batches {some([index + 1 for index in sorted(indices)])} of epoch {self.epoch + 1} {what}"
 
 
+class _Recorded(MiniBatches):
+    """The mini-batches of a job of `starling.train`, which is not in the experiment's folder. Their numbers follow from
+    the tickets that were `seen` before the position `end`. The examples that each should contain are not known."""
+
+    num_parts = 0
+
+    def __init__(self, seen: Iterable[SeenBatch], end: Position) -> None:
+        tickets = [*(each.ticket for each in seen), end.next_ticket]
+        begins = {ticket.epoch: ticket.step - ticket.index for ticket in tickets}
+        self._sizes = {epoch: begins[epoch + 1] - begin for epoch, begin in begins.items() if epoch + 1 in begins}
+        self._least = 1 + end.next_ticket.index  # the epoch of the checkpoint is not complete
+
+    def num_batches(self, epoch: int) -> int:
+        return self._sizes.get(epoch, max([*self._sizes.values(), self._least]))
+
+    def passes(self, times: Counter[str]) -> str:
+        if not times:
+            return "no example with a name was seen"
+        least, most = min(times.values()), max(times.values())
+        return f"each of {len(times)} examples was seen {least}{f' to {most}' * (most > least)} times"
+
+
 def audit(experiment: Path, tell: Say, output: Console) -> None:
     """Print what learners saw in each epoch, up to the newest checkpoint, and check it against the plan.
+
+    Of a job of `starling.train`, only the numbers of its mini-batches are known, and the record is checked for these.
 
     Raises DataError if a mini-batch was computed twice, did not contain the utterances of the plan, or is missing
     although it is due at the position of the checkpoint.
     """
     folder = existing(experiment)
-    task = task_of(tree := read_recipe(folder.config))
-    recipe = task.check_resolved(tree, str(folder.config))
-    plan, record = task.mini_batches(recipe, folder), segments(folder.seen)
+    tree, record, end = read_recipe(folder.config), segments(folder.seen), read_manifest(latest(experiment)).position
+    if "trains" in tree:
+        plan: MiniBatches = _Recorded(read_seen(folder.seen, end), end)
+    else:
+        task = task_of(tree)
+        plan = task.mini_batches(task.check_resolved(tree, str(folder.config)), folder)
     skipped, begin = read_skipped(record), start_of(record[0]) if record else Position()
-    end = read_manifest(latest(experiment)).position
     found: dict[int, EpochAudit] = {}
     for batch in read_seen(folder.seen, end):
         number = batch.ticket.epoch

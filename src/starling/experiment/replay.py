@@ -224,8 +224,8 @@ class States(Observer):
 
     def on_barrier(self, state: LearnerState) -> None:
         if state.position == self._wanted:
-            copied = LearnerState.decode(*state.copy().encode())  # as from a checkpoint
-            self._kept[self._number][state.rank].append(copied)
+            # as from a checkpoint
+            self._kept[self._number][state.rank].append(LearnerState.decode(*state.copy().encode()))
 
     @property
     def checkpoints(self) -> Iterator[Checkpoint]:

@@ -237,8 +237,7 @@ def _read_tensorboard(folder: Path) -> Iterator[Stretch]:
             read = EventAccumulator(str(learner), {SCALARS: MAX_POINTS}).Reload()
             for each in read.Scalars("train/loss"):
                 if math.isfinite(each.value):
-                    at = each.wall_time
-                    yield Stretch(place, at, step=each.step, batches=1, frames=1, losses=each.value)
+                    yield Stretch(place, each.wall_time, step=each.step, batches=1, frames=1, losses=each.value)
 
 
 def _curve_of_epochs(events: Sequence[Event]) -> list[CurvePoint]:

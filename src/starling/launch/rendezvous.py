@@ -42,8 +42,7 @@ _newest_world: list[str] = []
 
 def loopback_interface() -> str:
     """Return the name of this machine's loopback interface."""
-    names = [name for _, name in socket.if_nameindex()]
-    return next((name for name in names if name.startswith("lo")), "lo")
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
 
 
 def is_learner() -> bool:

@@ -359,8 +359,7 @@ class RunConfig(Config):
     def num_workers(self) -> int:
         """The number of learners that compute gradients of their own mini-batches. A tensor island counts as one such
         learner."""
-        groups = self.between.sync_groups(self.strategy.options, self.learners)
-        return groups.num_workers // self.island.tensor
+        return self.between.sync_groups(self.strategy.options, self.learners).num_workers // self.island.tensor
 
     @property
     def sync_group_size(self) -> int:

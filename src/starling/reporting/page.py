@@ -33,6 +33,8 @@ MAX_STRETCHES = 3000
 """Largest number of stretches in all timelines of a page together; each adds about 100 bytes to the page."""
 MAX_ROWS = 64
 """Largest number of learners in one timeline."""
+UNITS = {"h": 3600.0, "min": 60.0, "s": 1.0}
+"""Units of time axes, in seconds."""
 _WINDOW = 20
 """The timeline's buttons zoom to the duration of the first learner's first `_WINDOW` + 1 stretches."""
 
@@ -43,8 +45,9 @@ def render(experiments: Sequence[Evidence], made: str) -> str:
     Plotly's script is in it once, compressed, and the browser unpacks it. All text is escaped,
     and a content security policy in the page refuses every request.
     """
+    unit = unit_of_time(experiments)
     drawn: dict[str, go.Figure] = {
-        "time": loss_by_time(experiments),
+        "time": loss_by_time(experiments, unit),
         "samples": loss_by_samples(experiments),
         "validation": validation(experiments),
         "speed-up": speed_up(experiments),
@@ -52,7 +55,7 @@ def render(experiments: Sequence[Evidence], made: str) -> str:
         "consensus": consensus(experiments),
     }
     most = MAX_STRETCHES // len(experiments)
-    drawn |= {f"timeline-{place}": timeline(each, most) for place, each in enumerate(experiments)}
+    drawn |= {f"timeline-{place}": timeline(each, most, unit) for place, each in enumerate(experiments)}
     figures = {name: figure for name, figure in drawn.items() if figure.data}
     specs = "{" + ",".join(f"{json.dumps(name)}:{figure.to_json()}" for name, figure in figures.items()) + "}"
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -73,14 +76,19 @@ def render(experiments: Sequence[Evidence], made: str) -> str:
     )
 
 
-def loss_by_time(experiments: Sequence[Evidence]) -> go.Figure:
-    """Training loss against the time of training."""
+def unit_of_time(experiments: Sequence[Evidence]) -> str:
+    """The unit of all time axes of a page: the largest one of which the longest run lasts more than three."""
+    ends = [point.seconds or 0.0 for each in experiments for point in each.curve]
+    longest = max([*ends, *(each.whole.seconds for each in experiments)])
+    return next(name for name, seconds in UNITS.items() if longest > 3.0 * seconds or name == "s")
+
+
+def loss_by_time(experiments: Sequence[Evidence], unit: str = "s") -> go.Figure:
+    """Training loss against the time of training, in a unit of `UNITS`."""
     shown = [each for each in experiments if each.curve and each.curve[0].seconds is not None]
-    longest = max((point.seconds or 0.0 for each in shown for point in each.curve), default=0.0)
-    divisor, unit = _unit(longest)
     drawing = _Drawing(f"{_clock(shown)}, {unit}", _loss(shown), experiments)
     for each in shown:
-        drawing.losses(each, each.curve, [(point.seconds or 0.0) / divisor for point in each.curve])
+        drawing.losses(each, each.curve, [(point.seconds or 0.0) / UNITS[unit] for point in each.curve])
     return drawing
 
 
@@ -139,9 +147,9 @@ def speed_up(experiments: Sequence[Evidence]) -> go.Figure:
     return figure
 
 
-def timeline(experiment: Evidence, num_shown: int) -> go.Figure:
+def timeline(experiment: Evidence, num_shown: int, unit: str = "s") -> go.Figure:
     """A chart of when each learner computed and when it waited, with at most `num_shown` stretches of up to `MAX_ROWS`
-    learners."""
+    learners. Its time axis begins where training began, and has a unit of `UNITS`."""
     learners = sorted({each.learner for each in experiment.stretches})[:MAX_ROWS]
     if not learners:
         return go.Figure()
@@ -150,14 +158,15 @@ def timeline(experiment: Evidence, num_shown: int) -> go.Figure:
         own = [each for each in experiment.stretches if each.learner == learner]
         size = math.ceil(len(own) / most)  # neighbours are merged until there are at most `most`
         rows.append([merged(own[place : place + size]) for place in range(0, len(own), size)])
+    began = min(each.begin for each in experiment.stretches)
     height = max(200, 110 + 26 * len(learners))
-    figure = _Drawing(f"{_clock([experiment])}, s", "learner", [experiment], height)
+    figure = _Drawing(f"{_clock([experiment])}, {unit}", "learner", [experiment], height)
     for kind, colour in zip(SPENT, COLOURS_OF_TIME, strict=True):
         words = kind.replace("_", " ")
         x, y, custom = _spans(rows, kind)
         if len(x):
             figure.add_scatter(
-                x=x,
+                x=(x - began) / UNITS[unit],
                 y=y,
                 customdata=custom,
                 mode="lines",
@@ -179,16 +188,14 @@ def timeline(experiment: Evidence, num_shown: int) -> go.Figure:
         showgrid=False,
     )
     figure.update_layout(hovermode="closest", dragmode="zoom")
-    begin = min(row[0].begin for row in rows)
-    end = max(row[-1].end for row in rows)
-    figure.update_xaxes(range=[begin, end])
+    end = (max(row[-1].end for row in rows) - began) / UNITS[unit]
+    figure.update_xaxes(range=[0.0, end])
     if len(rows[0]) > 2 * _WINDOW:
-        width = rows[0][_WINDOW].end - rows[0][0].begin
-        middle = (begin + end) / 2
+        width = (rows[0][_WINDOW].end - rows[0][0].begin) / UNITS[unit]
         views = {
-            "whole run": [begin, end],
-            "beginning": [begin, begin + width],
-            "middle": [middle - width / 2, middle + width / 2],
+            "whole run": [0.0, end],
+            "beginning": [0.0, width],
+            "middle": [(end - width) / 2, (end + width) / 2],
             "end": [end - width, end],
         }
         figure.buttons({label: [{"xaxis.range": window}] for label, window in views.items()}, "relayout")
@@ -347,13 +354,6 @@ def _loss(experiments: Sequence[Evidence]) -> str:
 def _unit_of_examples(experiments: Sequence[Evidence]) -> str:
     units = {each.unit for each in experiments}
     return units.pop() if len(units) == 1 else "examples"
-
-
-def _unit(longest: Seconds) -> tuple[float, str]:
-    for seconds, name in ((3600.0, "h"), (60.0, "min")):
-        if longest > 3.0 * seconds:
-            return seconds, name
-    return 1.0, "s"
 
 
 def _safe(text: str) -> str:

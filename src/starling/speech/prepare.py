@@ -111,14 +111,14 @@ def prepare_all(
 
 
 def describe(summary: Summary) -> str:
-    """A description with one line for each set: the numbers of utterances, hours and speakers, the sampling rate, and
-    the dropped utterances."""
+    """A description with one line for each set: the numbers of utterances, hours and speakers, the sampling rate of the
+    prepared audio, which may differ from that of the corpus, and the dropped utterances."""
     lines = []
     for each in summary.sets:
         state = "written" if each.name in summary.written else "kept"
         line = (
             f"{each.name}: {_number(each.utterances, 'utterance')}, {duration(each.seconds)}, "
-            f"{_number(each.speakers, 'speaker')}, {each.sampling_rate} Hz, {state}"
+            f"{_number(each.speakers, 'speaker')}, stored at {each.sampling_rate} Hz, {state}"
         )
         if each.dropped:
             listed = summary.folder / each.name / "dropped.tsv"

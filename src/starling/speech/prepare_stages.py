@@ -152,8 +152,7 @@ class Meter:
 
 def listing_of(utterances: Iterable[Utterance]) -> str:
     """The digest of a corpus's entries for some utterances, without their audio."""
-    rows = [(each.id, each.speaker, each.text, each.origin, each.segment) for each in utterances]
-    return digest(rows)
+    return digest([(each.id, each.speaker, each.text, each.origin, each.segment) for each in utterances])
 
 
 def read_result(file: Path) -> Result | None:

@@ -479,8 +479,7 @@ def spectral_gap(mixing: Matrix) -> float:
     """
     if not is_doubly_stochastic(mixing):
         raise ValueError("a spectral gap needs a doubly stochastic mixing matrix: rows and columns that sum to 1")
-    world = len(mixing)
-    moduli = np.abs(np.linalg.eigvals(mixing - complete(world)))
+    moduli = np.abs(np.linalg.eigvals(mixing - complete(len(mixing))))
     return float(1.0 - moduli.max())
 
 

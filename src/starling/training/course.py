@@ -297,8 +297,7 @@ class CourseLearner(ReplicaLearner):
         """Save in the learner's `Life` the state that it needs in the next membership, after membership number
         `membership` has ended."""
         self.order.left()
-        counts = counted(self.replica.strategy_state)
-        self.life.past = Past(membership, self.num_done, self._minutes, counts)
+        self.life.past = Past(membership, self.num_done, self._minutes, counted(self.replica.strategy_state))
         self.life.state = self.state(Position()).copy()
         self.statistics.seconds = self.now() - self._epoch_begin
 

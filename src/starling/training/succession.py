@@ -227,8 +227,7 @@ def _past_of_island(ranks: Sequence[Past]) -> Past:
 
 def must_begin_equal(job: Job, start: LearnerState | None) -> bool:
     """Return whether learners that begin with state `start`, or without a state, must all have the same weights."""
-    kept = {} if start is None else start.strategy
-    return job.strategy.begins_equal(job.options, has_common(kept))
+    return job.strategy.begins_equal(job.options, has_common({} if start is None else start.strategy))
 
 
 def sketch(weights: Tensor) -> list[float]:

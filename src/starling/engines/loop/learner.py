@@ -407,8 +407,7 @@ class LoopLearner(ConnectedLearner):
         """The number of steps by which this learner may be ahead of another learner of its sync group. It is less than
         one period, or the number of steps that a membership change made the learner skip, which its loop may not have
         counted."""
-        period = int(getattr(self._run.options, "every", 1))
-        return max(period - 1, self._run.num_jumped)
+        return max(int(getattr(self._run.options, "every", 1)) - 1, self._run.num_jumped)
 
     def _check_ends(self, listener: AnnouncementListener) -> None:
         """Compare the numbers of steps after which loops ended that must make equal numbers of steps. If the numbers

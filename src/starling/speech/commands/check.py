@@ -116,8 +116,7 @@ def _prepared(folder: Path, overrides: Sequence[str]) -> tuple[PreparedConfig, l
             f"prepared folder {folder}: has no set {data.train!r}; its sets: {', '.join(known) or 'none'}; {hint}"
         )
     chosen = known if data.test is None else [*([data.valid] if data.valid else []), *data.test]
-    names = dict.fromkeys([data.train, *chosen])
-    return data, prepared_sources(folder, names)
+    return data, prepared_sources(folder, dict.fromkeys([data.train, *chosen]))
 
 
 def _show_heard(report: Report) -> None:

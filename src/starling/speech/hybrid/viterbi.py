@@ -104,8 +104,7 @@ def aligned(log_probs: NDArray[np.float32], tokens: Sequence[int]) -> list[Emiss
     if len(log_probs) < np.count_nonzero(~optional):
         return None
     firsts, behind = ctc_spans(path_of(log_probs[:, labels], optional), len(tokens))
-    spans = zip(tokens, firsts.tolist(), (behind - 1).tolist(), strict=True)
-    return [Emission(*span) for span in spans]
+    return [Emission(*span) for span in zip(tokens, firsts.tolist(), (behind - 1).tolist(), strict=True)]
 
 
 class WordDecoder:

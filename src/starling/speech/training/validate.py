@@ -141,7 +141,8 @@ class Validation(Scoring, AbstractContextManager["Validation"]):
         try:
             self._score(folder, every, name)
         except (StarlingError, OSError) as error:
-            self._say(f"validation of {folder.name} was skipped: {error}")
+            why = error if folder.exists() else "newer checkpoints replaced it before it could be scored"
+            self._say(f"validation of {folder.name} was skipped: {why}")
         finally:
             self._is_over.wait(_REST * (self._clock() - began))
             self._discard(folder)

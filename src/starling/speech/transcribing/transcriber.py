@@ -258,8 +258,7 @@ class Transcriber:
         """Transcribe pieces of audio at the recogniser's sampling rate, in batches of pieces with similar lengths."""
         found: dict[int, Segment] = {}
         for batch in by_duration(np.array([len(each.samples) for each in pieces]) / self.rate, _BATCH):
-            decoded = self._decode_batch([pieces[place] for place in batch])
-            found.update(zip(batch, decoded, strict=True))
+            found.update(zip(batch, self._decode_batch([pieces[place] for place in batch]), strict=True))
         return [found[place] for place in range(len(pieces))]
 
     def _decode_batch(self, pieces: Sequence[Piece]) -> list[Segment]:
@@ -391,8 +390,7 @@ def beginnings(log_probs: NDArray[np.float32], tokens: Sequence[int]) -> NDArray
     a network that emits tokens late or in single frames, these frames locate the sound of a token better than the
     frames in which the network emits it.
     """
-    path = path_of(log_probs[:, tokens], np.zeros(len(tokens), bool))
-    return np.searchsorted(path, np.arange(len(tokens)))
+    return np.searchsorted(path_of(log_probs[:, tokens], np.zeros(len(tokens), bool)), np.arange(len(tokens)))
 
 
 def _placed(
