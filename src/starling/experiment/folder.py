@@ -10,7 +10,7 @@ exp/<name>/checkpoints/             see starling.checkpoint
 exp/<name>/best/                    the model that scored best on the validation set, and its score
 exp/<name>/validation/              models to be scored during training
 exp/<name>/decode/                  hypotheses and errors of scored utterances
-exp/<name>/decode/beam/             the same of the beam search, and its language models; see
+exp/<name>/decode/beam/             the same for the beam search, and its language models; see
                                     starling.speech.commands.beam_search
 exp/<name>/status.json              the state of the run, for `starling status`
 exp/<name>/seen/                    which learner saw which utterance, and when it computed; see

@@ -1,4 +1,4 @@
-"""A2CiD2: neighbours average in the background, with a momentum of averaging."""
+"""A2CiD2: neighbours average in the background, with momentum in the averaging."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _check(options: A2Cid2Options, world: int) -> None:
 
 @gossip(
     "a2cid2",
-    "average with neighbours in the background, with a momentum of averaging",
+    "average with neighbours in the background, with momentum in the averaging",
     A2Cid2Options,
     sync_group_size=one_learner,
     check=_check,

@@ -27,7 +27,7 @@ class AsynchronousOptions(StaleOptions):
     check=check_background,
 )
 async def adpsgd(me: Learner, options: AsynchronousOptions) -> None:
-    """Each learner computes gradients and steps independently, while its background averages with its neighbours.
+    """Each learner computes gradients and makes steps independently, while its background averages with its neighbours.
 
     Equation, with k counting averaging rounds::
 

@@ -67,14 +67,14 @@ async def async_diloco(me: Learner, options: AsyncDilocoOptions) -> None:
         each step:             x_l <- x_l - a g_l(x_l)
         after every H-th step: push D = theta_l - x_l,  theta_l <- theta,  x_l <- theta
         server, at each push:  B <- B + D
-          if it is no N-th:    theta <- theta - eta (c beta m + D / N)
-          if it is an N-th:    m <- beta m + B / N,  B <- 0
-                               theta <- theta - eta ((1 - c N + c) beta m + D / N)
+          if it is not an N-th: theta <- theta - eta (c beta m + D / N)
+          if it is an N-th:     m <- beta m + B / N,  B <- 0
+                                theta <- theta - eta ((1 - c N + c) beta m + D / N)
 
     with a the step size of the local optimizer, whose own state stays with each learner; m and B the server's momentum
     and sum, initially 0; eta, beta, N and c the options `rate`, `momentum`, `delay` and `spread`. The momentum includes
-    N pushes at once, because momentum multiplies the staleness of each push. With `by_speed`, the number of steps of
-    learner l is H n_l / max_j n_j, with n_l the number of steps that it has pushed.
+    N pushes at once, because momentum multiplies the staleness of each push. With `by_speed`, learner l makes
+    H n_l / max_j n_j steps between two pushes, with n_l the number of steps that it has pushed.
 
     At the end, all learners push once more and adopt theta. A learner that begins alone has no server, and only makes
     its own steps. When a membership begins, and after a resume, a worker first pushes its unpushed change, theta_l -

@@ -23,7 +23,7 @@ class DecoupledOptions(Config):
     momentum: float = Field(default=0.9, ge=0.0, lt=1.0)
     """beta, the momentum of the outer optimizer."""
     fragments: int = Field(default=4, ge=1)
-    """P, the number of fragments; learners push one after another, H / P steps apart."""
+    """P, the number of fragments; each learner pushes its fragments one after another, H / P steps apart."""
     overlap: int = Field(default=5, ge=0)
     """tau, the number of steps that a learner makes before it needs the merged fragment; at most H / P."""
     quorum: int | None = Field(default=None, ge=1)

@@ -227,8 +227,8 @@ class StringPlan:
 def plan_strings(speakers: Sequence[str], config: StringsConfig, set_name: str) -> list[StringPlan]:
     """Assign recordings to strings, in random order; `speakers` names the speaker of each recording.
 
-    Each recording is used exactly `copies` times, and all recordings of a string have the same speaker. A pure function
-    of its arguments.
+    Each recording is used exactly `copies` times, and all recordings of a string have the same speaker. The result
+    depends only on the arguments.
     """
     random = np.random.default_rng([config.seed, *set_name.encode()])
     recordings: dict[str, list[int]] = {}
