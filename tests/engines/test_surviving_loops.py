@@ -295,6 +295,42 @@ def test_every_strategy_of_equals_survives(strategy: str, tmp_path: Path) -> Non
     assert torch.equal(results[1]["final"], results[0]["final"])
 
 
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_super_learner_leaves_with_its_lost_learner_and_comes_back_whole(victim: int, tmp_path: Path) -> None:
+    """The other super-learner continues, and its learners keep the same weights."""
+    case = {"strategy": "hadpsgd", "options": {"per_node": 2}, "steps": 60, "deaths": {str(victim): 20}, "until": 40}
+    with loops(case, 4, tmp_path) as started:
+        started.died(victim)
+        sibling = victim ^ 1
+        assert started.processes[sibling].wait(WITHIN) == 1
+        left = f"so learners {victim & 2} to {victim | 1} leave the run"
+        assert f"PeerLost: learner {victim} was lost: its connection closed, {left}" in started.said(sibling)
+        started.start(victim, "restarted")
+        started.start(sibling, "restarted")
+        results = started.results(0, 1, 2, 3)
+    assert all(torch.equal(each["final"], results[0]["final"]) for each in results)
+    assert all(int(each["steps"][1]) == 60 for each in results)
+    others = [rank for rank in range(4) if rank not in (victim, sibling)]
+    assert all(set(results[rank]["worlds"].tolist()) == {4, 2} for rank in others)
+    assert all(float(each["loss"]) < 0.2 * float(loss_of(make_model(), 0).detach()) for each in results)
+
+
+def test_half_a_super_learner_waits_for_the_other_half_and_the_last_super_learner_ends_whole(tmp_path: Path) -> None:
+    """A restarted process that is alone takes no part; with nobody left to continue with, it hears so."""
+    case: dict[str, Any] = {"strategy": "hadpsgd", "options": {"per_node": 2}, "steps": 900, "seconds": 0.01}
+    case |= {"deaths": {"3": 20, "1": 500}, "timeout": 20.0}
+    with loops(case, 4, tmp_path) as started:
+        started.died(3)
+        assert started.processes[2].wait(WITHIN) == 1
+        started.start(3, "restarted")
+        started.died(1)
+        assert started.processes[0].wait(WITHIN) == 1
+        assert "so learners 0 to 1 leave the run" in started.said(0)
+        assert started.processes[3].wait(WITHIN) == 1
+        # on a busy machine, it comes only when the run has ended
+        assert re.search("no learner is left to continue with|the run is ending", started.said(3))
+
+
 @pytest.mark.parametrize(("strategy", "world"), [("adpsgd", 3), pytest.param("local-sgd", 4, marks=pytest.mark.wide)])
 def test_what_killed_learners_had_of_shared_samples_is_trained_on_by_the_others(
     strategy: str, world: int, tmp_path: Path
@@ -440,12 +476,15 @@ def test_a_plan_copies_whom_it_must_and_keeps_steps_together() -> None:
     assert (at_first.source, at_first.takers) == (0, (1, 2))
     ended = plan([Past(True, 9, False), Past(True, 8, True)], has_one_model=False, is_in_step=False, keeps_state=False)
     assert (ended.source, ended.takers) == (1, ())
+    nodes = [Past(True, 7, False), Past(True, 6, False), Past(True, 3, False), Past(True, 4, False)] + past[2:] * 2
+    found = plan(nodes, has_one_model=False, is_in_step=False, keeps_state=False, size_of_unit=2)
+    assert (found.source, found.takers, found.num_done) == (0, (4, 5), (7, 7, 4, 4, 7, 7))
+    assert found.within == ((0, (1,)), (3, (2,)))
 
 
 @pytest.mark.parametrize(
     ("strategy", "options", "message"),
     [
-        ("hadpsgd", {"per_node": 2}, "hadpsgd cannot continue without any one .* super-learners need all"),
         ("adpsgd", {"on_loss": "restart"}, "on_loss: must be 'stop' or 'continue', got 'restart'"),
     ],
 )

@@ -50,7 +50,7 @@ class Line:
         self.challenge = read_line(self.socket).decode()
 
     def greet(self, rank: int, world: int) -> Hello:
-        who = (str(rank), str(world), "20.0")
+        who = (str(rank), str(world), "20.0", "1")
         hello = Hello(who, "own", proof(TOKEN, "guest", self.challenge, "own", *who))
         self.socket.sendall(encode(hello))
         return hello
@@ -62,7 +62,7 @@ class Line:
 
 
 def welcome(rank: int, world: int) -> Greeted:
-    return Greeted(proof=proof(TOKEN, "host", "own", str(rank), str(world), "20.0"))
+    return Greeted(proof=proof(TOKEN, "host", "own", str(rank), str(world), "20.0", "1"))
 
 
 def _line_of(line: socket.socket) -> bytes:

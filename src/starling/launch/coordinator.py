@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Generator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -65,7 +66,8 @@ class Coordinator:
         """Silence after which each learner counts as lost, by `learner_id`."""
         self._lost: dict[int, str] = {}
         """Members that were lost since the last announcement, each with the reason."""
-        self._world = 0
+        self._world = self._size = 0
+        """Number of learners with which the run starts, and how many of them are lost and join together."""
         self._is_over = False
 
     def serve(self) -> None:
@@ -87,17 +89,19 @@ class Coordinator:
         return is_anyone_here or not poll.poll(0)
 
     def _admit(self, who: tuple[str, ...], connection: socket.socket, welcome: Greeted) -> None:
-        """Admit a learner. `who` contains the learner's id, the number of learners with which its run starts, and the
-        silence after which the learner counts as lost."""
-        learner_id, world, silence = int(who[0]), int(who[1]), float(who[2])
+        """Admit a learner. `who` contains the learner's id, the number of learners with which its run starts, the
+        silence after which the learner counts as lost, and the number of learners that are lost and join together."""
+        learner_id, world, silence, size = int(who[0]), int(who[1]), float(who[2]), int(who[3])
         process = LearnerProcess(line=Line(connection))
         with self._roster.lock:
             self._note_losses()  # perhaps of the same learner, whose process was restarted
-            self._world = self._world or world
+            self._world, self._size = self._world or world, self._size or size
             if self._is_over:
                 raise ProtocolError(OVER)
             if world != self._world:
                 raise ProtocolError(f"WORLD_SIZE is {world}, but {self._world} in the run")
+            if size != self._size:
+                raise ProtocolError(f"its super-learner has {size} learners, but {self._size} in the run")
             if learner_id in self._roster.learners and self._roster.learners[learner_id].process.is_running:
                 raise ProtocolError(f"RANK {learner_id} is already in the run; give it the RANK of a lost learner")
             self._patience[learner_id] = silence
@@ -136,15 +140,21 @@ class Coordinator:
         ready = {record.learner_id for record in self._roster.present() if record.state is LearnerState.READY}
         if self._is_over or (is_first and not ready.issuperset(range(self._world))):
             return
-        living = [each for each in (range(self._world) if is_first else before.members) if each not in self._lost]
+        broken = {each // self._size for each in self._lost}
+        present = range(self._world) if is_first else before.members
+        living = [each for each in present if each // self._size not in broken]
         # a restarted learner joins after its loss, which would otherwise go unnoticed
         joined = [] if is_first else sorted(ready.difference(living, self._lost))
+        whole = Counter(each // self._size for each in joined)
+        joined = [each for each in joined if whole[each // self._size] == self._size]
         members = (*living, *joined)
-        if members and members != before.members:
+        if members != before.members and (members or self._size > 1):
             reasons = [f"learner {each} {how}" for each, how in self._lost.items()]
             reasons += [f"learner {each} joined" for each in joined]
             self._switchboard.announce(members, "; ".join(reasons))
             self._lost.clear()
+            if not members:
+                self._end()
 
 
 def listen(address: str, port: int) -> socket.socket:
@@ -249,10 +259,11 @@ class CoordinatorFeed(MembershipFeed):
         self._store_connections.cut()
 
 
-def connect(seconds: float, host_store: Store | None = None) -> CoordinatorFeed:
+def connect(seconds: float, host_store: Store | None = None, size_of_unit: int = 1) -> CoordinatorFeed:
     """Connect to the coordinator of learners that survive losses; learner 0 starts it if there is none.
 
-    `host_store` is the store at MASTER_PORT, if all learners have already connected to one.
+    `host_store` is the store at MASTER_PORT, if all learners have already connected to one. `size_of_unit` is the
+    number of learners with successive ids that are lost and join together.
 
     Raises `ConfigError` for an invalid environment variable, `ProtocolError` if no coordinator answers or admits the
     learner.
@@ -269,7 +280,7 @@ def connect(seconds: float, host_store: Store | None = None) -> CoordinatorFeed:
                 if agent_store is not None and not agent_store.check([_PUBLISHED]):
                     raise ConnectionError("learner 0 has not started it")
                 where = port if agent_store is None else int(agent_store.get(_PUBLISHED))
-                store, line = _connect(own.rank, own.world, address, where, seconds)
+                store, line = _connect(own.rank, own.world, address, where, seconds, size_of_unit)
             except OSError as error:
                 reason = error.strerror or str(error)
             else:
@@ -293,7 +304,9 @@ def connect(seconds: float, host_store: Store | None = None) -> CoordinatorFeed:
             time.sleep(_RETRY_SECONDS)
 
 
-def _connect(rank: int, world: int, address: str, port: int, seconds: float) -> tuple[Store, socket.socket]:
+def _connect(
+    rank: int, world: int, address: str, port: int, seconds: float, size_of_unit: int
+) -> tuple[Store, socket.socket]:
     """Return the coordinator's store, and a connection over which the coordinator has admitted this learner.
 
     Raises `OSError` if no coordinator answers yet, or if a coordinator answers whose run is ending.
@@ -310,7 +323,8 @@ def _connect(rank: int, world: int, address: str, port: int, seconds: float) -> 
             f"({str(error).splitlines()[0]}); choose another MASTER_PORT"
         ) from error
     try:
-        return store, knock(address, link, own_token(), PATIENCE, str(rank), str(world), str(seconds))
+        who = str(rank), str(world), str(seconds), str(size_of_unit)
+        return store, knock(address, link, own_token(), PATIENCE, *who)
     except OSError:
         check_files(rank)
         raise

@@ -107,7 +107,13 @@ def join(
         )
     if is_learner() and on_loss == "continue":
         chosen.validate(own, number_of_learners())
-        feed = _prepared.pop() if _prepared else _connected(timeout_seconds)
+        size = chosen.size_of_unit(own)
+        if size > 1 and _prepared:
+            raise ConfigError(
+                f"on_loss: {chosen.name} cannot continue here without some of its learners, because the adapter "
+                'connects before it knows their super-learners; choose another strategy, such as adpsgd, or "stop"'
+            )
+        feed = _prepared.pop() if _prepared else _connected(timeout_seconds, size)
         place = feed.place
         _surviving[:] = [feed]
         root = Peers(place, timeout_seconds, feed=feed)
@@ -154,11 +160,6 @@ def _check(optimizer: Optimizer, strategy: Strategy, options: Config, on_loss: s
         )
     if on_loss not in ("stop", "continue"):
         raise ConfigError(f"on_loss: must be 'stop' or 'continue', got {on_loss!r}")
-    if on_loss == "continue" and not (strategy.is_served or type(strategy).survivors is Strategy.survivors):
-        raise ConfigError(
-            f"on_loss: {strategy.name} cannot continue without any one of its learners, because its super-learners "
-            'need all their learners; choose another strategy, such as adpsgd, or on_loss="stop"'
-        )
 
 
 def attach(
@@ -237,11 +238,11 @@ def newest_membership() -> Membership | None:
     return _surviving[0].latest if _surviving and _surviving[0].latest.members else None
 
 
-def _connected(timeout_seconds: float) -> "CoordinatorFeed":
+def _connected(timeout_seconds: float, size_of_unit: int = 1) -> "CoordinatorFeed":
     # only loops that survive losses need it, and the launcher's messages
     from starling.launch.coordinator import connect
 
-    return connect(timeout_seconds, _places[0].store if _places else None)
+    return connect(timeout_seconds, _places[0].store if _places else None, size_of_unit)
 
 
 _ALONE = Place(0, 1, 0, 1, HashStore())

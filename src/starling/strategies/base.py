@@ -130,10 +130,16 @@ class Strategy:
         """Which of `world` learners claim mini-batches together. It never raises: `validate` reports problems."""
         return SyncGroups(world, self.sync_group_size(options, world))
 
+    def size_of_unit(self, options: Any) -> int:
+        """Number of learners with successive ranks that join, leave and are lost together."""
+        return 1
+
     def survivors(self, options: Any, world: int, lost: Collection[int]) -> Sequence[int]:
         """The ranks of those of `world` learners that can continue without the lost learners. Raises PeerLost if none
         can."""
-        return [rank for rank in range(world) if rank not in lost]
+        size = self.size_of_unit(options)
+        broken = {rank // size for rank in lost}
+        return [rank for rank in range(world) if rank // size not in broken]
 
     def has_common_state(self, options: Config) -> bool:
         """Whether the strategy keeps a common `Learner.strategy_state` with these options."""

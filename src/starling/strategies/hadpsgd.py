@@ -1,6 +1,6 @@
 """Hierarchical ADPSGD: learners of a super-learner step together; super-learners average asynchronously."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from pydantic import Field
 
@@ -34,9 +34,8 @@ def _check(options: HierarchicalOptions, world: int) -> None:
 class OfSuperLearners(Strategy):
     """A strategy in which a super-learner that lost a learner cannot continue."""
 
-    def survivors(self, options: HierarchicalOptions, world: int, lost: Collection[int]) -> Sequence[int]:
-        broken = {rank // options.per_node for rank in lost}
-        return [rank for rank in range(world) if rank // options.per_node not in broken]
+    def size_of_unit(self, options: HierarchicalOptions) -> int:
+        return options.per_node
 
 
 @gossip(

@@ -487,14 +487,17 @@ class LoopLearner(ConnectedLearner):
 
     def _continue(self, plan: LoopPlan) -> None:
         """Continue from this learner's state, or from the state of another learner."""
-        run, replica, is_taker = self._run, self.replica, self.rank in plan.takers
-        if plan.source is not None and self.world > 1:
+        run, replica = self._run, self.replica
+        copies = [] if plan.source is None or self.world == 1 else [(plan.source, plan.takers)]
+        for source, takers in [*copies, *plan.within]:
             # unless learners may be lost, each loop keeps the optimizer state that it may have loaded itself
             own = replica.state(self.rank, self.world, run.final, has_optimizer=self.survives)
-            with self.naming_the_lost(f"copying the model of {self._name(plan.source)}"):
-                state = share_state(own, plan.source)
-            run.final = run.final or replica.take(state, is_taker)
-            run.is_over = run.is_over or run.final is not None
+            with self.naming_the_lost(f"copying the model of {self._name(source)}"):
+                state = share_state(own, source)
+            if source == plan.source or self.rank in takers:
+                run.final = run.final or replica.take(state, self.rank in takers)
+                run.is_over = run.is_over or run.final is not None
+        is_taker = any(self.rank in takers for _, takers in [*copies, *plan.within])
         run.continue_from(plan.num_done[self.rank], is_taker)
 
     def _contribution(self) -> tuple[Tensor, Tensor]:

@@ -171,7 +171,7 @@ class LoopLife:
                 learner = self._enter(change)
                 break
             except LOSSES:
-                if (later := self._feed.beyond(change, REGROUP)) is None:
+                if self._feed.name not in change.members or (later := self._feed.beyond(change, REGROUP)) is None:
                     raise
                 change = later
         if change.number and learner.peers.rank == 0:
@@ -182,9 +182,15 @@ class LoopLife:
 
     def _enter(self, membership: Membership) -> LoopLearner:
         name = self._feed.name
+        world, run = len(membership.members), self._run
+        if (size := run.strategy.size_of_unit(run.options)) > 1 and name not in membership.members:
+            first = name // size * size
+            raise PeerLost(
+                f"{membership.reason}, so learners {first} to {first + size - 1} leave the run, because they are one "
+                "super-learner; start all of them again to join it"
+            )
         if name not in membership.members:
             raise PeerLost(f"learner {name} was taken for lost, and the others continue without it")
-        world, run = len(membership.members), self._run
         try:
             run.strategy.validate(run.options, world)
         except ConfigError as error:
@@ -205,8 +211,8 @@ class LoopLife:
                 "on a file system that all learners share"
             )
         run.newest_save = max(newest)
-        is_in_step = run.strategy.sync_groups(run.options, 2).size == 2
-        how = plan(pasts, run.strategy.has_one_model, is_in_step, run.strategy.keeps_state)
+        is_in_step = run.strategy.sync_groups(run.options, world).size == world
+        how = plan(pasts, run.strategy.has_one_model, is_in_step, run.strategy.keeps_state, size)
         with ExitStack() as stack:
             connections = None
             if peers.world > 1:

@@ -49,6 +49,8 @@ class LoopPlan:
     takers: tuple[int, ...]
     num_done: tuple[int, ...]
     """Number of steps of the run after which each learner continues."""
+    within: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """For each super-learner, the rank whose state its other learners, which follow, copy."""
 
 
 class LoopRecord:
@@ -285,18 +287,23 @@ class LoopRun:
         includes its gradient."""
         if self.gradient == "given":
             behind = num_done > self.num_steps
-            self.gradient = "used" if is_taker and self.has_state else "alone" if behind else "given"
+            self.gradient = "given" if not behind else "used" if is_taker and self.has_state else "alone"
         before, self.num_steps = self.num_steps, num_done - (self.gradient in ("used", "alone"))
         self.num_jumped += self.num_steps - before if self.has_state else 0
         self.has_state = True
 
 
-def plan(pasts: Sequence[Past], has_one_model: bool, is_in_step: bool, keeps_state: bool) -> LoopPlan:
+def plan(
+    pasts: Sequence[Past], has_one_model: bool, is_in_step: bool, keeps_state: bool, size_of_unit: int = 1
+) -> LoopPlan:
     """Return the plan of a membership. All learners compute the same plan.
 
     Joiners copy the state of the learner that has made the most steps. If all learners have the same model, learners
     that were interrupted one step earlier copy this state, too. Learners that step together continue after the same
     step. If one of the learners has the final consensus, all learners adopt it.
+
+    With super-learners (`size_of_unit` above 1), the learners of each of them copy the state of the one that has made
+    the most steps: a change that one of them has not applied yet may be gone with the membership.
     """
     finals = [rank for rank, past in enumerate(pasts) if past.has_final]
     with_state = [rank for rank, past in enumerate(pasts) if past.has_state]
@@ -311,5 +318,12 @@ def plan(pasts: Sequence[Past], has_one_model: bool, is_in_step: bool, keeps_sta
         for rank, past in enumerate(pasts)
         if rank != source and (not past.has_state or (has_one_model and past.num_done < newest))
     )
-    num_done = tuple(newest if is_in_step or rank in takers else past.num_done for rank, past in enumerate(pasts))
-    return LoopPlan(source if takers or keeps_state or finals else None, takers, num_done)
+    num_done = [newest if is_in_step or rank in takers else past.num_done for rank, past in enumerate(pasts)]
+    within = []
+    for first in range(0, len(pasts) if size_of_unit > 1 else 0, size_of_unit):
+        unit = range(first, first + size_of_unit)
+        own = max(unit, key=lambda rank: (pasts[rank].has_state, pasts[rank].num_done, pasts[rank].counted, -rank))
+        num_done[first : unit.stop] = [num_done[own]] * size_of_unit
+        if pasts[own].has_state:
+            within.append((own, tuple(rank for rank in unit if rank != own)))
+    return LoopPlan(source if takers or keeps_state or finals else None, takers, tuple(num_done), tuple(within))
