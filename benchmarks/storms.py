@@ -27,11 +27,16 @@ RESULTS = Path(__file__).parents[1] / "docs" / "results" / "storms.json"
 STRATEGIES = {
     "allreduce": "allreduce",
     "diloco": "{name: diloco, every: 20}",
+    "diloco-10": "{name: diloco, every: 10}",
     "decoupled": "{name: decoupled-diloco, every: 64, fragments: 2, overlap: 30, quorum: 2}",
     "decoupled-16": "{name: decoupled-diloco, every: 16, fragments: 2, overlap: 6, quorum: 2}",
+    "decoupled-12": "{name: decoupled-diloco, every: 12, fragments: 1, overlap: 11}",
+    "decoupled-4": "{name: decoupled-diloco, every: 4, fragments: 1, overlap: 3, quorum: 2}",
     "adpsgd": "{name: adpsgd, max_lag: 64}",
 }
-"""The strategies and their options. The options `decoupled-16` are those of the real run."""
+"""The strategies and their options. Real runs have the same, except `decoupled`."""
+PATIENCE = dict.fromkeys(("diloco-10", "decoupled-12", "decoupled-4"), 3.0)
+"""Seconds after which the others give up a paused learner; it is started again when its pause is over."""
 SEEDS = (1, 2, 3)
 
 
@@ -142,7 +147,7 @@ def tables(cells: Mapping[str, Mapping[str, float]]) -> str:
     lines = [row("strategy", *titles), "|---" * (1 + len(SIZES)) + "|"]
     for strategy in STRATEGIES:
         goodputs = [text(over_seeds(strategy, size, "useful"), 100) for size in SIZES]
-        lines += [row(f"`{STRATEGIES[strategy]}`", *goodputs)]
+        lines += [row(named(strategy), *goodputs)]
     heads = ("strategy", "lost work", "waiting for peers", "starting", "loss, storm of seed 1", "loss without faults")
     lines += ["", row(*heads), "|---" * len(heads) + "|"]
     for strategy in STRATEGIES:
@@ -150,14 +155,21 @@ def tables(cells: Mapping[str, Mapping[str, float]]) -> str:
         parts = [text(over_seeds(strategy, "4", part), 100) for part in ("lost_work", "waiting_for_peers", "entering")]
         stormy = f"{first['loss']:.3f}" if first else "not run"
         calm = text(over_seeds(strategy, "calm", "loss"), 1.0, 3)
-        lines.append(row(f"`{STRATEGIES[strategy]}`", *parts, stormy, calm))
+        lines.append(row(named(strategy), *parts, stormy, calm))
     return "\n".join(lines)
+
+
+def named(strategy: str) -> str:
+    """The options of a strategy, and when a paused learner is given up."""
+    patience = f", given up after {PATIENCE[strategy]:g} s" if strategy in PATIENCE else ""
+    return f"`{STRATEGIES[strategy]}`{patience}"
 
 
 def settings_of(storm: Storm, strategy: str, seed: int, folder: str) -> list[str]:
     """The keys of the recipe that differ between cells."""
     keys = [f"learners={storm.learners}", f"strategy={STRATEGIES[strategy]}", f"hidden={storm.hidden}", f"seed={seed}"]
-    return [*SETTINGS, *keys, f"exp={folder}", "name=storm"]
+    patience = [f"cluster.watch.silence={PATIENCE[strategy]}"] if strategy in PATIENCE else []
+    return [*SETTINGS, *keys, *patience, f"exp={folder}", "name=storm"]
 
 
 def loss_in(told: Sequence[str]) -> float:

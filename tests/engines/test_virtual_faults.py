@@ -223,6 +223,15 @@ def test_a_learner_that_stands_still_is_waited_for_or_taken_for_dead(name: str) 
             assert outcome.seconds < 60.0
 
 
+@pytest.mark.parametrize("name", ["allreduce", "adpsgd-ring"])
+def test_a_learner_that_was_paused_for_too_long_comes_back_when_its_pause_is_over(name: str) -> None:
+    """As a real one, which is started again."""
+    outcome, record = run(name, Pause(pause=2, at_seconds=0.5, seconds=6.0), steps=400)
+    check(outcome, record, steps=400)
+    assert len(outcome.losses) == 1 and "learner 2 sent no heartbeat for 5 s" in outcome.losses[0].reason
+    assert record.members == [(0, 1, 3), (0, 1, 3, 2)]
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize(
     "name", ["allreduce", "adpsgd-ring", "hadpsgd", "dpsgd-random", "server-asynchronous", "hogwild"]

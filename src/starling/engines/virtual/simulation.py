@@ -138,6 +138,9 @@ class Simulation:
             elif isinstance(fault, Pause):  # a learner that is paused for too long is treated as killed
                 life.still_until = max(life.still_until, self.now + fault.seconds)
                 self._end_if_silent(life, fault.seconds, "sent no heartbeat")
+                if fault.at_seconds is not None and fault.seconds > self.cluster.watch.silence:  # as by the launcher
+                    again = Join(join=life.name, at_seconds=self.now + fault.seconds)
+                    self._after(fault.seconds, lambda: self.inject(again))
 
     def _kill(self, life: VirtualLife, how: str) -> None:
         if life.is_dead:
