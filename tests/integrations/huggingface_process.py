@@ -237,6 +237,25 @@ def resume(rank: int, folder: Path) -> None:
     save_file(found, folder / f"hf-resume-{rank}.safetensors")
 
 
+class Note(TrainerCallback):
+    """Notes the samples of each step in a file once the step is made: here the sums of their waveforms."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._seen = path, list[str]()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+        model.register_forward_pre_hook(self._see, with_kwargs=True)
+
+    def _see(self, model: nn.Module, args: Any, inputs: dict[str, Tensor]) -> None:
+        if model.training:
+            self._seen += [f"{float(each.double().sum()):.9g}\n" for each in inputs["input_values"]]
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.writelines(self._seen)
+        self._seen.clear()
+
+
 class Kill(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         if state.global_step == 3 and os.environ["RANK"] == "0":
@@ -250,7 +269,8 @@ class Kill(TrainerCallback):
 def survive(rank: int, folder: Path, strategy: str = "adpsgd") -> None:
     """The others continue without learner 0; one of them saves in its place."""
     options = {"num_train_epochs": 3, "save_strategy": "epoch", "on_loss": "continue"}
-    trainer = fit(folder / f"{strategy}-survivors", strategy, 96, callbacks=(Kill(),), **options)
+    callbacks = (Note(folder / f"hf-{strategy}-noted-{rank}"), Kill())
+    trainer = fit(folder / f"{strategy}-survivors", strategy, 96, callbacks=callbacks, **options)
     trainer.save_model(str(folder / f"{strategy}-saved"))
     learner = trainer.learner
     outcome = {"world": learner.world, "membership": learner.membership, "epoch": trainer.state.epoch}

@@ -1,6 +1,8 @@
 """`StarlingTrainer` and `StarlingSGD` with miniature speech models, in real processes."""
 
 import json
+from collections import Counter
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +104,12 @@ def test_an_exception_in_one_process_ends_both(outcome: Outcome) -> None:
 
 
 def test_a_training_survives_a_process_that_is_killed(outcome: Outcome) -> None:
-    """With `on_loss="continue"`, and though it was learner 0: another one saves in its place, at each epoch's end."""
+    """With `on_loss="continue"`, and though it was learner 0: another one saves in its place, at each epoch's end. The
+    others train on the samples that it had received."""
     check_survivors(outcome, "adpsgd", "survive")
+    noted = [path.read_text(encoding="utf-8").split() for path in outcome.folder.glob("hf-adpsgd-noted-*")]
+    counts = Counter(chain.from_iterable(noted))
+    assert len(counts) == 96 and set(counts.values()) == {3}  # also what learner 0 had received; once in each epoch
 
 
 def check_survivors(outcome: Outcome, strategy: str, case: str) -> None:

@@ -23,6 +23,7 @@ require("huggingface", "starling.integrations.huggingface")
 
 # after `require`, whose error names the extra
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments  # noqa: E402
+from transformers.trainer_pt_utils import find_batch_size  # noqa: E402
 
 _SAMPLER = "SharedSampler"
 """Key of the sampler in the state that the Trainer saves."""
@@ -95,7 +96,7 @@ class StarlingTrainer(Trainer):  # type: ignore[misc]
         self._is_in_step = steps_together(strategy, self._host.options)
         self._sampler: SharedSampler | None = None
         self._is_limited = True  # by steps instead of epochs, as far as is known before training
-        self._num_epochs = 0
+        self._num_epochs = self._num_computed = 0  # `_num_computed`: samples whose step is still to come
         super().__init__(args=args, **others)
         self.callback_handler.callbacks.insert(0, _Follow(self))  # so that others may decide after it
 
@@ -118,6 +119,11 @@ class StarlingTrainer(Trainer):  # type: ignore[misc]
         prepared = super()._prepare_for_training(*args, **options)
         self._host.attach(self.optimizer, self.model, self.accelerator.scaler)
         return prepared
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        """Compute a gradient; see `Trainer.training_step`."""
+        self._num_computed += find_batch_size(inputs) or 0
+        return super().training_step(model, inputs, *args, **options)
 
     def _finalize_training(self, *args: Any, **options: Any) -> Any:
         self._host.finish()
@@ -206,8 +212,11 @@ class _Follow(TrainerCallback):  # type: ignore[misc]
         self._num_steps = state.global_step
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Let the first survivor save if learner 0 has been lost."""
+        """Let the first survivor save if learner 0 has been lost. Record that the step's samples were trained on."""
         args.__dict__["_rank"] = self._trainer._host.rank(args.process_index)
+        num_done, self._trainer._num_computed = self._trainer._num_computed, 0
+        if self._trainer._sampler is not None:
+            self._trainer._sampler.done(num_done)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """End the epoch for all learners, however many of its samples this one got: perhaps none."""
