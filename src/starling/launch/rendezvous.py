@@ -161,7 +161,7 @@ def check_store(rank: int, address: str, port: int, seconds: float) -> None:
         try:
             answer = line.recv(64)
         except TimeoutError:
-            _LOG.warning("%s does not answer as a store; waiting for %g s", where, seconds)
+            _LOG.warning("%s has not answered yet; learner 0 may be starting; waiting for %g s", where, seconds)
             try:
                 line.sendall(b"\r\n\r\n")  # many servers wait for the end of a line
                 line.settimeout(max(0.01, deadline - time.monotonic()))

@@ -178,7 +178,7 @@ class LoopCheckpoints:
         if rank == 0:
             why = saved.what_changed(world, strategy)
             begin = f"from the mean of all learners, because {why}" if why else "each learner from its own state"
-            _LOG.warning("%s: the run resumes after step %d, %s", saved.folder, state.loop["num_steps"], begin)
+            _LOG.warning("%s: resuming after learner 0's step %d, %s", saved.folder, first.loop["num_steps"], begin)
         return state
 
     def kept(self, num_steps: int) -> dict[str, Any]:
