@@ -219,7 +219,11 @@ def test_what_cannot_be_saved_or_resumed_is_an_error_that_says_why(tmp_path: Pat
     with starling.join(model, optimizer, checkpoints=tmp_path, stateful=[scheduler]) as learner:
         with learner.consensus(), pytest.raises(ProtocolError, match=r"save\(\) was called within consensus"):
             learner.save()
+        assert learner.newest_save is None
         learner.save(7)
+        assert learner.newest_save == 7
+    with starling.join(model, optimizer, checkpoints=tmp_path, stateful=[scheduler]) as learner:
+        assert learner.newest_save == 7
     with pytest.raises(ConfigError, match="has the states of StepLR, but the loop gives nothing"):
         starling.join(model, optimizer, checkpoints=tmp_path)
     other = nn.Linear(4, 1)

@@ -145,6 +145,12 @@ class JoinedLearner(AbstractContextManager["JoinedLearner"]):
         later begins with the number of another learner. Learners that step together have the same number."""
         return self._run.num_steps
 
+    @property
+    def newest_save(self) -> int | None:
+        """The number of the newest checkpoint that this learner has saved, or from which it resumed; None if there is
+        none. With numbers of epochs, a resumed loop continues with the next one."""
+        return self._run.newest_save if self._run.newest_save >= 0 else None
+
     def step(self, scaler: GradScaler | None = None, *, optimizer: Optimizer | None = None) -> None:
         """Make a step of the strategy with the gradients that `backward` computed.
 
