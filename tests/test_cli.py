@@ -59,7 +59,7 @@ def test_the_version_is_told() -> None:
 
 def test_strategies_are_listed_with_a_line_each() -> None:
     """By family and name, with what they do."""
-    result = CliRunner().invoke(app, ["strategies"])
+    result = CliRunner().invoke(app, ["strategies"], env={"COLUMNS": "400"})
     listed: dict[str, list[str]] = {}
     heading = ""
     for line in result.stdout.splitlines():

@@ -151,7 +151,7 @@ def test_the_wheel_holds_the_recipes_and_nothing_beside_the_package() -> None:
 
 def test_recipes_are_listed_with_a_line_each() -> None:
     """By the name that commands take."""
-    result = CliRunner().invoke(app, ["recipes"])
+    result = CliRunner().invoke(app, ["recipes"], env={"COLUMNS": "400"})
     lines = result.stdout.splitlines()
     assert {line.split()[0] for line in lines} == RECIPES
     assert all(len(line.split()) > 5 for line in lines)
