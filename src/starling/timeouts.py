@@ -91,8 +91,7 @@ CURVES_EVERY: Seconds = 1.0
 LOG_EVERY: Seconds = 5.0
 """The minimum interval between two progress lines in a learner's own log."""
 SCREEN_EVERY: Seconds = 60.0
-"""Without a terminal, progress is printed if there was no line about all learners for this time. It is also the minimum
-interval between two lines about checkpoints."""
+"""Without a terminal, progress is printed if there was no line about all learners for this time."""
 SCORE_WAIT: Seconds = 5.0
 """How long a validation score waits for the next epoch line before it is printed on a separate line."""
 LOOK_EVERY: Seconds = 1.0

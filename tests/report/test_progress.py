@@ -126,18 +126,18 @@ def test_advice_is_given_once_in_a_run() -> None:
     assert sum("num_workers" in line for line in screen.lines) == 1
 
 
-def test_saved_checkpoints_are_told_at_most_once_a_minute_and_at_the_end() -> None:
-    """Epochs of a second that each save one would otherwise be two lines a second."""
+def test_saved_checkpoints_are_told_no_more_often_than_epochs() -> None:
+    """The first one at once, then one between two lines about all learners, and that of the end in any case."""
     screen = Screen(1)
     with screen.display:
-        for number in range(70):
-            screen.hear(end(0, number))
-            screen.hear(Saved(f"step-{number}", "epoch", 0.0123456))
-            screen.now += 1.0
-        screen.hear(Saved("step-70", "end"))
+        for number in range(4):
+            screen.hear(Saved(f"step-{number}", "barrier"))
+        screen.hear(end(0))
+        screen.hear(Saved("step-4", "epoch", 0.0123456))
+        screen.hear(Saved("step-5", "barrier"))
+        screen.hear(Saved("step-6", "end"))
     lines = [line for line in screen.lines if line.startswith("saved")]
-    apart = ", consensus distance 0.0123"
-    assert lines == [f"saved step-0{apart}", f"saved step-60{apart}", "saved step-70"]
+    assert lines == ["saved step-0", "saved step-4, consensus distance 0.0123", "saved step-6"]
 
 
 def test_a_score_is_part_of_the_next_epoch_line_or_a_line_of_its_own() -> None:

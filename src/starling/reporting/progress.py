@@ -62,8 +62,8 @@ class Display:
         self._score: Score | None = None
         """Newest score if it has not been printed yet."""
         self._score_at = 0.0
-        self._saved_at = -math.inf
-        """Time at which the last line about a checkpoint was printed."""
+        self._has_told_saved = False
+        """Whether a checkpoint was printed since the last line about all learners."""
         self._told_at = clock()
         """Time at which the last line about all learners was printed."""
         self._live: Live | None = None
@@ -86,8 +86,8 @@ class Display:
 
     def hear(self, message: LearnerMessage) -> None:
         """Show a learner's message, if its kind is displayed: progress, the statistics of an epoch, which are printed
-        once they are complete, a line, or a checkpoint. At most one checkpoint is printed in `SCREEN_EVERY`, because
-        short epochs may each have one, and always the final one."""
+        once they are complete, a line, or a checkpoint. At most one checkpoint is printed between two lines about all
+        learners, and always the final one."""
         with self._lock:
             match message:
                 case Progress():
@@ -100,8 +100,8 @@ class Display:
                 case Saved():
                     folder, moment, distance = message.folder, message.moment, message.consensus_distance
                     self._events.write("checkpoint", folder=folder, moment=moment, consensus_distance=distance)
-                    if moment == "end" or self._clock() - self._saved_at >= SCREEN_EVERY:
-                        self._saved_at = self._clock()
+                    if not self._has_told_saved or moment == "end":
+                        self._has_told_saved = True
                         apart = f", consensus distance {distance:.3g}" if distance is not None else ""
                         self._print(f"saved {folder}{apart}")
 
@@ -112,7 +112,7 @@ class Display:
                 self._last_epoch = summary.epoch
                 self._tell(summary.line(self._score), "epoch", **summary.fields())
                 self._score = None
-                self._told_at = self._clock()
+                self._has_told()
                 for end in sorted(summary.ends, key=lambda each: share(each.so_far, "computing")):
                     if line := self._advice.line(end):
                         self._tell(line, "advice", text=line)
@@ -159,12 +159,15 @@ class Display:
                 self._live.update(self._table())
         elif self._clock() - self._told_at >= SCREEN_EVERY and (shown := self._shown()):
             self._print(_line(shown))
-            self._told_at = self._clock()
+            self._has_told()
 
     def _tell_score(self) -> None:
         if self._score is not None:
             self._print(self._score.told)
             self._score = None
+
+    def _has_told(self) -> None:
+        self._told_at, self._has_told_saved = self._clock(), False
 
     def _tell(self, line: str, kind: str, **fields: object) -> None:
         """Write an event, and print it as a line."""
