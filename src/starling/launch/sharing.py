@@ -192,7 +192,11 @@ class _Shared(Sampler[T], Generic[T]):
 
     @property
     def epoch(self) -> int:
-        """The number of the epoch that is under way or, between two passes, of the next one; the first is 0."""
+        """The number of the epoch that is under way or, between two passes, of the next one; the first is 0.
+
+        A process that joins a run knows it from its first pass on. With loading processes, the samples of a batch may
+        belong to an epoch that has already been given out.
+        """
         return self._epoch + self._has_ended
 
     def set_epoch(self, epoch: int) -> None:

@@ -148,7 +148,8 @@ class JoinedLearner(AbstractContextManager["JoinedLearner"]):
     @property
     def newest_save(self) -> int | None:
         """The number of the newest checkpoint that this learner has saved, or from which it resumed; None if there is
-        none. With numbers of epochs, a resumed loop continues with the next one."""
+        none. The checkpoint is complete once all learners have saved it. With numbers of epochs, a resumed loop
+        continues with the next one."""
         return self._run.newest_save if self._run.newest_save >= 0 else None
 
     def step(self, scaler: GradScaler | None = None, *, optimizer: Optimizer | None = None) -> None:
