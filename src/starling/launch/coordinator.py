@@ -299,7 +299,7 @@ def connect(seconds: float, host_store: Store | None = None, size_of_unit: int =
                 )
             elif time.monotonic() - begin > rendezvous.USUAL_SECONDS and not has_said:
                 has_said = True
-                what = "learner %d waits for the coordinator at %s:%d (%s; learner 0 starts it, or the run is over); %g s"
+                what = "learner %d waits for the coordinator at %s:%d, which learner 0 starts (%s); %g s at most"
                 _LOG.warning(what, own.rank, address, port, reason, seconds)
             time.sleep(_RETRY_SECONDS)
 
