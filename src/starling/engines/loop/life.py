@@ -212,6 +212,7 @@ class LoopLife:
             )
         run.newest_save = max(newest)
         is_in_step = run.strategy.sync_groups(run.options, world).size == world
+        size = size if membership.number else 1  # in the first membership, each learner has its own checkpoint
         how = plan(pasts, run.strategy.has_one_model, is_in_step, run.strategy.keeps_state, size)
         with ExitStack() as stack:
             connections = None
