@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from starling.budget import Budget
+from starling.checkpoint.state import OWN_PREFIX, LearnerState
 from starling.strategies import STRATEGIES
 from starling.training.job import Job
 from starling.workload import Ticket, Workload
@@ -64,3 +65,39 @@ def expected(num_done: int, world: int) -> Tensor:
     shares = torch.zeros(STEPS)
     shares[:num_done] = 1.0 / world
     return shares
+
+
+def delivered_and_pending(states: list[LearnerState]) -> Tensor:
+    """How often each mini-batch is in theta, or in what a worker will push of which the server has not taken it."""
+    total = torch.zeros(len(states[0].weights))
+    shards = sorted((shard for state in states for shard in state.shards), key=lambda shard: shard.start)
+    for number, shard in enumerate(shards):
+        piece, group = slice(shard.start, shard.stop), shard.optimizer["param_groups"][0]
+        total[piece] -= shard.weights
+        for worker in (state for state in states if state.is_worker):
+            counts = worker.strategy[f"{OWN_PREFIX}counts"].tolist()
+            loan = counts[2 + number]
+            is_taken = loan <= group["num_loans"] and loan not in group["out"]
+            if any(counts[:2]) and not is_taken:
+                progress = worker.strategy[f"{OWN_PREFIX}theta"] - worker.for_computing().weights
+                total[piece] += progress[piece]
+    return total
+
+
+def places_of_each_mini_batch(states: list[LearnerState]) -> Tensor:
+    """In how many places each mini-batch is: in theta, in a sum that waits for a merge, or in what a learner will
+    push."""
+    found = torch.zeros(len(states[0].weights))
+    shards = sorted((shard for state in states for shard in state.shards), key=lambda shard: shard.start)
+    for number, shard in enumerate(shards):
+        piece, group = slice(shard.start, shard.stop), shard.optimizer["param_groups"][0]
+        found[piece] += shard.weights != 0.0
+        for each in shard.optimizer["state"].values():
+            found[piece] += each["sum"].flatten() != 0.0
+        for learner in states:
+            counts = learner.strategy[f"{OWN_PREFIX}counts"].tolist()
+            loan, is_flown = counts[2 + number], counts[2 + 2 * len(shards) + number] > 0
+            is_taken = loan <= group["num_loans"] and loan not in group["out"]
+            base = learner.strategy[f"{OWN_PREFIX}{'sent' if is_flown and is_taken else 'theta'}"]
+            found[piece] += (base - learner.for_computing().weights)[piece].abs() > 1e-6
+    return found

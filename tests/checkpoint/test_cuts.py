@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from starling.budget import Budget
-from starling.checkpoint.state import MEMBERSHIP_PREFIX, OWN_PREFIX, LearnerState
+from starling.checkpoint.state import MEMBERSHIP_PREFIX, LearnerState
 from starling.engines.processes.handshake import Peers
 from starling.engines.processes.place import Place
 from starling.engines.processes.tickets import StoreCuts
@@ -29,7 +29,16 @@ from starling.training.replica import Replica
 from starling.training.speeds import Stragglers
 from starling.training.succession import CutAgreement, Cuts
 from starling.workload import Position, Ticket
-from tests.checkpoint.cut_cases import STEPS, OwnWeight, expected, job, plain, summing
+from tests.checkpoint.cut_cases import (
+    STEPS,
+    OwnWeight,
+    delivered_and_pending,
+    expected,
+    job,
+    places_of_each_mini_batch,
+    plain,
+    summing,
+)
 from tests.warm_start import run_learners
 
 CLUSTER = Cluster(compute=ComputeModel(distribution="log-normal", seconds=0.1, spread=0.5))
@@ -153,23 +162,6 @@ def test_saving_changes_no_event() -> None:
     assert len(hashes) == 1
 
 
-def delivered_and_pending(states: list[LearnerState]) -> Tensor:
-    """How often each mini-batch is in theta, or in what a worker will push of which the server has not taken it."""
-    total = torch.zeros(STEPS)
-    shards = sorted((shard for state in states for shard in state.shards), key=lambda shard: shard.start)
-    for number, shard in enumerate(shards):
-        piece, group = slice(shard.start, shard.stop), shard.optimizer["param_groups"][0]
-        total[piece] -= shard.weights
-        for worker in (state for state in states if state.is_worker):
-            counts = worker.strategy[f"{OWN_PREFIX}counts"].tolist()
-            loan = counts[2 + number]
-            is_taken = loan <= group["num_loans"] and loan not in group["out"]
-            if any(counts[:2]) and not is_taken:
-                progress = worker.strategy[f"{OWN_PREFIX}theta"] - worker.for_computing().weights
-                total[piece] += progress[piece]
-    return total
-
-
 @pytest.mark.wide
 @pytest.mark.parametrize("servers", [{"shards": 1}, {"shards": 2}, {"servers": "own"}], ids=str)
 def test_a_checkpoint_of_servers_and_workers_has_each_mini_batch_once(servers: dict[str, Any]) -> None:
@@ -179,25 +171,6 @@ def test_a_checkpoint_of_servers_and_workers_has_each_mini_batch_once(servers: d
     assert len(found) > 50
     for num_done, states in found:
         torch.testing.assert_close(delivered_and_pending(states), expected(num_done, 1))
-
-
-def places_of_each_mini_batch(states: list[LearnerState]) -> Tensor:
-    """In how many places each mini-batch is: in theta, in a sum that waits for a merge, or in what a learner will
-    push."""
-    found = torch.zeros(STEPS)
-    shards = sorted((shard for state in states for shard in state.shards), key=lambda shard: shard.start)
-    for number, shard in enumerate(shards):
-        piece, group = slice(shard.start, shard.stop), shard.optimizer["param_groups"][0]
-        found[piece] += shard.weights != 0.0
-        for each in shard.optimizer["state"].values():
-            found[piece] += each["sum"].flatten() != 0.0
-        for learner in states:
-            counts = learner.strategy[f"{OWN_PREFIX}counts"].tolist()
-            loan, is_flown = counts[2 + number], counts[2 + 2 * len(shards) + number] > 0
-            is_taken = loan <= group["num_loans"] and loan not in group["out"]
-            base = learner.strategy[f"{OWN_PREFIX}{'sent' if is_flown and is_taken else 'theta'}"]
-            found[piece] += (base - learner.for_computing().weights)[piece].abs() > 1e-6
-    return found
 
 
 @pytest.mark.parametrize("quorum", [1, 2, pytest.param(3, marks=pytest.mark.wide)])

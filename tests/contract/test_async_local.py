@@ -1,6 +1,7 @@
 """Learners that step alone and agree with a server: lists of events in NumPy, special cases, speeds, bytes."""
 
 import heapq
+import random
 from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
@@ -441,3 +442,24 @@ def test_a_server_takes_a_push_once() -> None:
     assert other.pay_back(second) == 0
     assert other.pay_back(second + 1) == 0  # lent after the server was saved
     assert other.lend(first, age=9) == second + 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_new_server_takes_the_next_push_of_each_worker_once(seed: int) -> None:
+    """It replaces a server that was lost, of which four workers have copies, and two have none."""
+    chance = random.Random(seed)
+    newest = chance.randint(4, 3000)
+    held = [*chance.sample(range(max(1, newest - 100), newest + 1), 4), 0, 0]
+    loans, theta = Loans(1.0, 0.0, 1, 0.0), torch.nn.Parameter(torch.zeros(1))
+    optimizer, pushed = loans.optimizer([theta]), set[int]()
+    loans.follow(held[0])
+    for _ in range(100):
+        worker = chance.randrange(6)
+        if held[worker] and chance.random() < 0.6:
+            assert loans.pay_back(held[worker]) is not None
+            theta.grad = torch.ones(1)
+            optimizer.step()
+            assert loans.pay_back(held[worker]) is None
+            pushed.add(held[worker])
+        held[worker] = loans.lend(held[worker], age=0)
+        assert held[worker] not in pushed and held.count(held[worker]) == 1

@@ -2,7 +2,9 @@
 
 import json
 import os
+import random
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,12 @@ from tests.engines.drop_in_process import flat, take_gradient
 
 HALF = 7
 """Steps before the save; no multiple of the periods of the strategies."""
+NUM_STEPS, SAVED = 40, (20, 25)
+ONCE_EACH: dict[str, dict[str, Any]] = {
+    "async-diloco": {"every": 3, "rate": 1.0, "momentum": 0.0, "delay": 1, "shards": 2},
+    "decoupled-diloco": {"every": 6, "fragments": 3, "overlap": 2, "quorum": 1, "rate": 1.0, "momentum": 0.0},
+}
+"""Strategies whose servers keep all that learners push, with their options."""
 RATE = 2.0**-6
 """A power of 2, so that steps of this size are counted without rounding."""
 
@@ -82,12 +90,31 @@ def run_counted(name: str, folder: Path) -> None:
                 learner.save(number)
 
 
+def run_once_each(name: str, folder: Path) -> None:
+    """A loop whose every step lowers one weight by 1, and no other step of any learner changes that weight. All
+    learners save twice; learner 1 is ahead of the others, and learner 2 behind them."""
+    rank = int(os.environ["RANK"])
+    model = nn.Linear(3 * NUM_STEPS, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with starling.join(model, optimizer, name, checkpoints=folder / name, **ONCE_EACH[name]) as learner:
+        for number in range(NUM_STEPS):
+            time.sleep((0.002, 0.0, 0.004)[rank] * random.random())
+            model.zero_grad()
+            model.weight[0, rank * NUM_STEPS + number].backward()
+            learner.step()
+            if number + 1 in SAVED:
+                learner.save()
+
+
 def main(phase: str, names: list[str], folder: Path, saved_in: Path) -> None:
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     for name in names:
         if phase == "counted":
             run_counted(name, folder)
+        elif phase == "once-each":
+            run_once_each(name, folder)
         else:
             save_file(run(name, phase, saved_in), folder / f"{name}-{phase}-{rank}.safetensors")
 

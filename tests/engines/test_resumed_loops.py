@@ -15,9 +15,10 @@ from torch import Tensor, nn
 import starling
 from starling.checkpoint.reader import checkpoints_in, load
 from starling.errors import CheckpointError, ConfigError, ProtocolError
+from tests.checkpoint.cut_cases import delivered_and_pending, places_of_each_mini_batch
 from tests.contract.cases import CHOICES
 from tests.engines.drop_in_process import flat, make_model
-from tests.engines.resuming_loop_process import HALF, RATE, run
+from tests.engines.resuming_loop_process import HALF, NUM_STEPS, ONCE_EACH, RATE, SAVED, run
 from tests.warm_start import run_learners, start_learners
 
 WORLD = 3
@@ -146,6 +147,21 @@ def test_a_checkpoint_contains_each_step_before_it_once_and_no_later_one(tmp_pat
             moved = -weights / (RATE * number * 5 / 3)  # the learners made 1, 3 and 1 steps for each number
             tolerance = 2e-2 if "int8" in name or "bfloat16" in name else 1e-5
             torch.testing.assert_close(moved, torch.ones_like(moved), rtol=0.0, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_a_checkpoint_of_servers_contains_each_step_before_it_once_and_no_later_one(
+    attempt: int, tmp_path: Path
+) -> None:
+    """In the servers' model, or with the learner that pushes it when it resumes."""
+    run_learners(command("once-each", list(ONCE_EACH), tmp_path, tmp_path), 3, tmp_path)
+    for name in ONCE_EACH:
+        paths = checkpoints_in(tmp_path / name)
+        assert [path.name for path in paths] == [f"step-{number:08d}" for number in SAVED]
+        for number, path in zip(SAVED, paths, strict=True):
+            states = [load(path).learner(rank) for rank in range(3)]
+            found = (delivered_and_pending if name == "async-diloco" else places_of_each_mini_batch)(states)
+            assert torch.equal(found.reshape(3, NUM_STEPS), (torch.arange(NUM_STEPS) < number).float().expand(3, -1))
 
 
 def make_loop() -> tuple[nn.Module, torch.optim.Optimizer]:

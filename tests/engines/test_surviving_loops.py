@@ -131,12 +131,15 @@ def _belongs(process: psutil.Process, port: int) -> bool:
         return False
 
 
-def check_survivors(results: list[dict[str, Tensor]], died: float, within: float, steps: int) -> None:
-    """They noticed, paused for less than `within` seconds, made all their steps, and agree."""
+def check_survivors(
+    results: list[dict[str, Tensor]], died: float, within: float, steps: int, is_alone: bool = True
+) -> None:
+    """They noticed, paused for less than `within` seconds, made all their steps, and agree. Unless they were alone for
+    a while, the lost learner may have come back before their next step."""
     for each in results:
         assert int(each["membership"]) >= 1
         assert each["steps"].tolist()[1] >= steps
-        assert each["worlds"].max() > each["worlds"].min()
+        assert each["worlds"].max() > each["worlds"].min() or not is_alone
         times = each["times"].tolist()
         pause = max(after - before for before, after in pairwise(times) if after >= died)
         assert pause <= within, pause
@@ -290,7 +293,7 @@ def test_every_strategy_of_equals_survives(strategy: str, tmp_path: Path) -> Non
         died = started.died(1)
         started.start(1, "restarted")
         results = started.results(0, 1, 2, 3)
-    check_survivors([results[0], *results[2:]], died, WITHIN, 60)
+    check_survivors([results[0], *results[2:]], died, WITHIN, 60, is_alone=False)
     assert results[1]["steps"].tolist()[1] == 60
     assert torch.equal(results[1]["final"], results[0]["final"])
 

@@ -199,7 +199,7 @@ class HeldShard(Shard):
                 with _gradients(self._parts, gradient):
                     self.optimizer.step()
                 for portion, fork in self._forks.items():
-                    if step_metadata[1] < portion:
+                    if step_metadata[-1] < portion:
                         with _gradients(fork.parts, gradient):
                             fork.optimizer.step_as(self.optimizer)
                 self._counts[self._place] += 1
@@ -233,7 +233,8 @@ class HeldShard(Shard):
 
     def fork(self, portion: int) -> None:
         """Copy the shard at a checkpoint barrier before `portion`, if its optimizer can fork. Until `end_fork`, the
-        copy makes only the steps whose gradients come from mini-batches before the barrier."""
+        copy makes only the steps whose gradients come from mini-batches before the barrier, according to the last
+        number of their step metadata."""
         if not isinstance(self.optimizer, Forkable):
             return
         weights = self.weights.clone()

@@ -357,6 +357,11 @@ class Cuts:
         self.num_passed += 1
         self._agreement.passed(pending.barrier, num_entered)
 
+    @property
+    def pending(self) -> list[LearnerState]:
+        """The states that are not saved yet."""
+        return [each.state for each in self._pending]
+
     def save(self, is_over: bool = False) -> None:
         """Save, in order, the states that are complete, or all states if the run is over. Call this method between two
         mini-batches."""

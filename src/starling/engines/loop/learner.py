@@ -65,8 +65,10 @@ class LoopLearner(ConnectedLearner):
         self._coroutine = run.strategy.start(self, run.options)
         sync_groups = run.strategy.sync_groups(run.options, peers.world)
         super().__init__(peers, sync_groups, run.replica, run.seed, run.statistics, has_other_threads=peers.world > 1)
-        self.own_shards = HeldShards(self, _set_rates, run.resumed.shards if run.resumed else ())
-        is_cut = run.strategy.steps_itself and not run.strategy.is_served and sync_groups.size < peers.world
+        self.own_shards = HeldShards(self, self._set_rates, run.resumed.shards if run.resumed else ())
+        self._passed = [run.newest_save]  # the saves that learners are known to have passed, the newest last
+        self.is_served = run.strategy.is_served
+        is_cut = run.strategy.steps_itself and sync_groups.size < peers.world
         if run.checkpoints is not None and is_cut:
             self.rounds.cuts = Cuts(run.replica, StoreCuts(self.peers))
         if (record := run.record) is not None:
@@ -97,18 +99,23 @@ class LoopLearner(ConnectedLearner):
 
     @property
     def step_metadata(self) -> Tensor:
+        """The learning rate of each parameter group, and the number of the learner's newest save."""
+        return torch.tensor([*self._rates, self._run.newest_save], dtype=torch.float64)
+
+    @property
+    def _rates(self) -> list[float]:
         rates = [float(group["lr"]) for group in self.replica.optimizer.param_groups]
         if len(rates) != self._num_groups:
             raise ProtocolError(
                 f"{self._me}: its optimizer has {len(rates)} parameter groups, but had "
                 f"{self._num_groups} at starling.join; add groups before starling.join"
             )
-        return torch.tensor(rates, dtype=torch.float64)
+        return rates
 
     def learning_rate(self, piece: slice | None = None) -> float | Tensor:
-        rates = self.step_metadata.tolist()
+        rates = self._rates
         if len(set(rates)) == 1:
-            return float(rates[0])
+            return rates[0]
         of_weights = self.replica.rates_of_weights(rates)
         return of_weights if piece is None else of_weights[piece]
 
@@ -211,8 +218,9 @@ class LoopLearner(ConnectedLearner):
         spent.computing += time.monotonic() - begin - (spent.waiting_for_peers - waited)
 
     def save(self, number: int | None) -> None:
-        """Save this learner's part of a checkpoint; see `JoinedLearner.save`. If learners average in the background,
-        the part is written during a later step, when it includes the same rounds as the other parts."""
+        """Save this learner's part of a checkpoint; see `JoinedLearner.save`. If learners average in the background, or
+        push changes to servers, the part is written during a later step, when it includes the same rounds and pushes as
+        the other parts."""
         run = self._run
         self.check_in_use("save()")
         if run.checkpoints is None:
@@ -220,6 +228,8 @@ class LoopLearner(ConnectedLearner):
         self._end_computing()
         number = run.num_steps if number is None else number
         if number > run.newest_save:  # otherwise others have saved it in an earlier membership, or it is there
+            self._pass(number)
+            is_too_late = number not in self._passed
             run.newest_save = number
             state = self.replica.saved(
                 self.rank,
@@ -233,8 +243,12 @@ class LoopLearner(ConnectedLearner):
             if (cuts := self.rounds.cuts) is None:
                 self._write(state)
             else:
+                from starling.checkpoint.files import checkpoint_name  # only loops that save need it
+
                 cuts.num_passed = number
-                cuts.add(state, self._write)
+                write = _leave_out if is_too_late else self._write
+                cuts.add(state, write, partial(self.own_shards.with_forks, portion=number) if self.is_served else None)
+                run.checkpoints.check_left(self.rank, [checkpoint_name(each.position) for each in cuts.pending])
         self.begin_computing()
 
     def agree(self) -> Consensus:
@@ -349,6 +363,22 @@ class LoopLearner(ConnectedLearner):
             f"{self.most_not_finite - 1} before it; lower the learning rate, clip gradients or use a longer warm-up "
             "(with a GradScaler, a smaller init_scale), or increase most_not_finite in starling.join"
         )
+
+    def _set_rates(self, optimizer: Optimizer, peaks: Sequence[float], step_metadata: Tensor, scale: float) -> None:
+        """Set the learning rates of a model shard's optimizer to those of the loop that sent the gradient."""
+        *rates, newest_save = step_metadata.tolist()
+        self._pass(int(newest_save))
+        if peaks:
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * scale
+
+    def _pass(self, number: int) -> None:
+        """Copy the model shards, which a push from after the save `number` is about to change, for that save."""
+        if self.rounds.cuts is not None:
+            with self.own_shards.in_turn():
+                if number > self._passed[-1]:
+                    self._passed.append(number)
+                    self.own_shards.fork(number)
 
     def _write(self, state: LearnerState) -> None:
         run = self._run
@@ -591,11 +621,9 @@ class LoopLearner(ConnectedLearner):
         return f"{'closing after ' if self._run.is_over else ''}step {self._run.steps_begun}"
 
 
-def _set_rates(optimizer: Optimizer, peaks: Sequence[float], step_metadata: Tensor, scale: float) -> None:
-    """Set the learning rates of a model shard's optimizer to those of the loop that sent the gradient."""
-    if peaks:
-        for group, rate in zip(optimizer.param_groups, step_metadata.tolist(), strict=True):
-            group["lr"] = rate * scale
+def _leave_out(state: LearnerState) -> None:
+    """Write no part of a checkpoint for which a server has no copy of its shards, because a learner passed that save
+    and the next one between two pushes."""
 
 
 def _unscale(scaler: GradScaler, optimizer: Optimizer, learner: str) -> None:

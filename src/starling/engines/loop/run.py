@@ -194,11 +194,14 @@ class LoopCheckpoints:
         from starling.checkpoint.writer import CheckpointWriter
 
         CheckpointWriter(self._folder, arrive, replica.write_model, {}, has_one_model=has_one_model).save(state)
-        left = incomplete(self._folder, f"learner-{state.rank}.json")
+        self.check_left(state.rank, incomplete(self._folder, f"learner-{state.rank}.json"))
+
+    def check_left(self, rank: int, left: Sequence[str]) -> None:
+        """Warn, once, if other learners have not saved several checkpoints, which are `left`."""
         if len(left) >= _MANY and not self._has_warned:
             self._has_warned = True
             what = "learner %d: other learners have not saved %s, so nothing can resume from there yet; %s"
-            _LOG.warning(what, state.rank, some(left), _UNEQUAL)
+            _LOG.warning(what, rank, some(left), _UNEQUAL)
 
     @property
     def _kinds(self) -> list[str]:

@@ -18,6 +18,7 @@ class Loans:
     contains the numbers and theta after the same push. The ages are for statistics.
     """
 
+    _ROOM = 256  # more than the copies by which two workers are apart
     DROPPED = ("_optimizer", "_ages")
     """Attributes that are dropped with a membership. The optimizer is not dropped, but saved with the server's
     shard."""
@@ -38,6 +39,13 @@ class Loans:
     def has_lent(self) -> bool:
         """Whether the server has lent any copy, perhaps in an earlier membership."""
         return bool(self._optimizer.param_groups[0]["num_loans"])
+
+    def follow(self, number: int) -> None:
+        """Continue the numbers of a server that was lost, of whose copies a worker holds the one with this number.
+        Other workers may hold newer and older copies, and push changes to them."""
+        group = self._optimizer.param_groups[0]
+        group["num_loans"] = number + self._ROOM
+        group["out"] = tuple(range(max(1, number - self._ROOM), number + self._ROOM + 1))
 
     @property
     def current(self) -> Any:

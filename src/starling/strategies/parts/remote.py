@@ -143,6 +143,10 @@ class Centre:
         """The number of steps in a push whose arrival is unknown."""
         return int(self._counts[1])
 
+    def loan_of(self, piece: slice) -> int:
+        """Return the number of the copy of a server's piece that this worker has, or 0."""
+        return int(self._counts[2 + self._servers.pieces.index(piece)])
+
     def count_step(self) -> None:
         """Count a step of this worker."""
         self._counts[0] += 1
@@ -204,12 +208,12 @@ async def connected(
     """
     from starling.strategies.parts.delayed_nesterov import Loans
 
-    centre = Centre(me, options) if me.rank in options.workers(me.world) else None
-    if centre is not None and me.world == 1 and not centre.has_met_servers:
+    centre = Centre(me, options)
+    if me.world == 1 and not centre.has_met_servers:
         while me.claim():
             me.step(await me.gradient(me.weights))
         return None
-    own = await serve(me, options, Asynchronous(), Loans(rate, momentum, delay, spread))
-    if centre is not None and centre.has_met_servers:
+    own = await serve(me, options, Asynchronous(), Loans(rate, momentum, delay, spread), centre.loan_of)
+    if centre.has_met_servers:
         centre.rebuilt = own
-    return centre
+    return centre if me.rank in options.workers(me.world) else None

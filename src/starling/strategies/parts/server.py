@@ -16,7 +16,7 @@ pulls the final weights::
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -284,16 +284,25 @@ class Server:
         return [self._me.send(worker, age, AGE), self._me.send(worker, weights, WEIGHTS)]
 
 
-async def serve(me: Learner, options: Served, rule: ServerOptions, loans: Loans | None = None) -> slice:
+async def serve(
+    me: Learner,
+    options: Served,
+    rule: ServerOptions,
+    loans: Loans | None = None,
+    loan_of: Callable[[slice], int] = lambda piece: 0,
+) -> slice:
     """Run the server of a shard, if this learner is one: in the background of a worker, otherwise until the end.
 
-    Returns the piece of the weights that begins as this learner's own, because its server has not lent it before.
+    Returns the piece of the weights that begins as this learner's own, because its server has not lent it before. If
+    another server, which was lost, has lent it, `loan_of` returns the number of this learner's copy, and otherwise 0.
     """
     piece, workers = options.kept(me), options.workers(me.world)
     if piece is None:
         return slice(0)
     server = Server(me, piece, workers, rule, loans)
     has_lent = loans is not None and loans.has_lent
+    if loans is not None and not has_lent and (number := loan_of(piece)):
+        loans.follow(number)
     if me.rank in workers:
         me.background.start(server.serve())
     else:
