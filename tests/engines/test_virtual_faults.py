@@ -220,6 +220,7 @@ def test_a_learner_that_stands_still_is_waited_for_or_taken_for_dead(name: str) 
         check(outcome, record)
         for loss in outcome.losses:  # unless the others had done everything by then
             assert "learner 2 sent no heartbeat for 5 s" in loss.reason
+            assert loss.stopped == 5.0
             assert outcome.seconds < 60.0
 
 

@@ -88,3 +88,22 @@ def test_a_learner_that_has_ended_has_no_machine() -> None:
     found = goodput_of(roster)
     assert found is not None
     assert (found.machines, found.ratio) == (10.0, 0.5)
+
+
+def test_a_learner_that_is_given_up_counts_as_stopped_since_its_last_heartbeat() -> None:
+    """To within one heartbeat: nobody knows when it was stopped."""
+    clock = Clock()
+    roster = Roster(2, clock)
+    clock.now = 110.0
+    for learner in range(2):
+        worked(roster, learner, batches=8, computing=8.0, peers=0.0, data=0.0)
+    clock.now = 113.0
+    roster.kill_if_silent(roster.learners[1], 3.0)
+    assert not roster.learners[1].process.killed_because
+    clock.now = 113.5
+    roster.kill_if_silent(roster.learners[1], 3.0)
+    assert roster.learners[1].process.killed_because == "sent no heartbeat for 3.5 s"
+    roster.lose(1, "sent no heartbeat")
+    found = goodput_of(roster)
+    assert found is not None
+    assert found.machines == 13.5 + 13.5 - (3.5 - 0.5)

@@ -179,8 +179,10 @@ def _train(task: Task[RecipeT], recipe: RecipeT, folder: ExperimentFolder, event
             )
             roster.clock = lambda: engine.now
             outcome = engine.run()
-        for loss in (each for each in outcome.losses if each.learner not in roster.members):
-            display.say(f"{recipe.name} ended without learner {loss.learner}: {loss.reason}")
+        for loss in outcome.losses:
+            roster.learners[loss.learner].stopped += loss.stopped
+            if loss.learner not in roster.members:
+                display.say(f"{recipe.name} ended without learner {loss.learner}: {loss.reason}")
     counts = read_record(folder.seen, segments(folder.seen)[0].name)
     if (goodput := goodput_of(roster, counts.num_computed)) is not None:
         events.write("goodput", ratio=goodput.ratio, **asdict(goodput))

@@ -39,7 +39,7 @@ from starling.launch.messages import (
     decode_from_learner,
 )
 from starling.launch.process import LearnerProcess, signal_name
-from starling.timeouts import SILENT_AFTER
+from starling.timeouts import HEARTBEAT_EVERY, SILENT_AFTER
 from starling.training.membership import Membership
 
 Seconds = float
@@ -116,6 +116,8 @@ class LearnerRecord:
     """Number of mini-batches whose effect was lost with its earlier processes."""
     earlier_life: Seconds = 0.0
     """Time for which its earlier processes existed."""
+    stopped: Seconds = 0.0
+    """Time for which processes had been stopped that were then given up."""
     entering: Seconds = 0.0
     """Time for which its processes started, or agreed on a membership with the others."""
     num_joins: int = 0
@@ -359,6 +361,8 @@ class Roster:
     def kill_if_silent(self, record: LearnerRecord, limit: Seconds) -> None:
         """Kill a learner that has sent nothing for longer than `limit`."""
         if (silence := self.since_heard(record)) > limit and record.process.is_running:
+            with self.lock:
+                record.stopped += max(0.0, silence - HEARTBEAT_EVERY)
             record.kill(f"sent no heartbeat for {silence:.1f} s")
 
 

@@ -61,5 +61,6 @@ def goodput_of(roster: Roster, num_done: Mapping[int, int] | None = None) -> Goo
             done = min(1.0, max(0.0, kept - record.num_lost) / number) if number else 1.0
             useful, lost = useful + done * work.computing, lost + (1.0 - done) * work.computing
             peers, data = peers + work.waiting_for_peers, data + work.waiting_for_data
-            machines, entering = machines + roster.life(record) - work.stopped, entering + record.entering
+            machines += roster.life(record) - work.stopped - record.stopped
+            entering += record.entering
     return Goodput(machines, useful, lost, peers, data, entering) if machines and useful + lost else None

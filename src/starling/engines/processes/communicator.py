@@ -498,10 +498,13 @@ class ConnectedLearner(ReplicaLearner):
     def _waiting(self, what: str, whom: Sequence[int] = (), is_group: bool = False) -> Generator[None, None, None]:
         """A context in which this thread waits for other learners. The waiting time is counted unless the thread is the
         background."""
-        with self.waits.waiting(what, whom, is_group) as wait:
-            yield
-        if not self.is_behind:
-            self.statistics.spent.waiting_for_peers += wait.seconds
+        wait = self.waits.waiting(what, whom, is_group)
+        try:
+            with wait:
+                yield
+        finally:  # also if the wait ends with a membership
+            if not self.is_behind:
+                self.statistics.spent.waiting_for_peers += wait.seconds
 
     def _make_lane(self, number: int, shares_memory: bool) -> _Lane:
         means: OrderedMean | SharedMean

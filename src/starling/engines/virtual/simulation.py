@@ -41,6 +41,8 @@ class VirtualLoss:
     reason: str
     seconds: float
     """Time of the death in seconds on the simulated clock."""
+    stopped: float = 0.0
+    """Time for which the learner had been paused until then."""
 
 
 class Affected(Protocol):
@@ -137,16 +139,16 @@ class Simulation:
                 self._kill(life, "was killed on purpose")
             elif isinstance(fault, Pause):  # a learner that is paused for too long is treated as killed
                 life.still_until = max(life.still_until, self.now + fault.seconds)
-                self._end_if_silent(life, fault.seconds, "sent no heartbeat")
+                self._end_if_silent(life, fault.seconds, "sent no heartbeat", is_stopped=True)
                 if fault.at_seconds is not None and fault.seconds > self.cluster.watch.silence:  # as by the launcher
                     again = Join(join=life.name, at_seconds=self.now + fault.seconds)
                     self._after(fault.seconds, lambda: self.inject(again))
 
-    def _kill(self, life: VirtualLife, how: str) -> None:
+    def _kill(self, life: VirtualLife, how: str, stopped: float = 0.0) -> None:
         if life.is_dead:
             return
         life.death = f"learner {life.name} {how} after {self.now:.6g} simulated seconds"
-        self.losses.append(VirtualLoss(life.name, life.death, self.now))
+        self.losses.append(VirtualLoss(life.name, life.death, self.now, stopped))
         self._after(self.cluster.watch.notice, lambda: self._notice(life, life.death))
         self.present.end_of(life)
 
@@ -165,10 +167,10 @@ class Simulation:
         elif fault.join not in self.living():
             self._notice(self.begin_life(fault.join), f"learner {fault.join} came")
 
-    def _end_if_silent(self, life: VirtualLife, seconds: float, how: str) -> None:
+    def _end_if_silent(self, life: VirtualLife, seconds: float, how: str, is_stopped: bool = False) -> None:
         silence = self.cluster.watch.silence
         if seconds > silence:
-            self._after(silence, lambda: self._kill(life, f"{how} for {silence:g} s"))
+            self._after(silence, lambda: self._kill(life, f"{how} for {silence:g} s", silence * is_stopped))
 
     def _notice(self, life: VirtualLife, reason: str) -> None:
         """Record that a learner has died or joined. The other learners leave this membership, unless the membership
