@@ -5,6 +5,7 @@ of `starling profile` and `starling plan`.
 import re
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -34,6 +35,8 @@ from starling.training.speeds import Stragglers
 
 WIDE = 110
 """Columns of a terminal that shows the whole table of a plan."""
+TELL_EVERY = 10.0
+"""Seconds between two lines of progress without a terminal."""
 POOR = 1.0
 """Relative error of the last validation above which a plan recommends nothing."""
 NO_RECOMMENDATION = "no strategy is recommended, because predictions were far off; profile again on idle machines"
@@ -130,13 +133,13 @@ def profile_recipe(task: Task[RecipeT], recipe: RecipeT, output: Path, tell: Say
     """Measure a recipe's job on this machine, and write the profile to `output`. For islands, it reports the memory
     that their ranks would need; times are those of learners with whole models."""
     say = say_on(console)
-    with _job_of(task, recipe, say) as job, console.status("measuring") as status:
+    with _job_of(task, recipe, say) as job, _telling(console, "measuring") as measuring:
         facts = facts_of(job, counts_flops=True).model_copy(update={"trains": f"the recipe {recipe.name}"})
         found = profile(
             job,
             engine=recipe.engine.model_dump(mode="json"),
             facts=facts,
-            say=lambda what: status.update(f"measuring {what}"),
+            say=measuring,
         )
         memory = memory_of(job) if job.island.size > 1 else None
     comment = (
@@ -172,14 +175,14 @@ def plan_recipe(
     numbers = [recipe.learners] if learners is None else numbers_of(learners)
     needs_job = given["preset"] is not None or recipe.island.size > 1  # otherwise a profile has what a plan needs
     own = _job_of(task, recipe, say_on(console)) if needs_job else nullcontext()
-    with own as job, console.status("simulating") as status:
+    with own as job, _telling(console, "simulating") as say:
         found = plan(
             job,
             learners=numbers,
             strategies=_choices(recipe, strategies),
             budget=recipe.budget,
             stragglers=recipe.stragglers,
-            say=lambda what: status.update(f"simulating {what}"),
+            say=say,
             **given,
         )
     if not strategies:
@@ -197,18 +200,20 @@ def plan_model(
     named: Sequence[str | Mapping[str, Any]] = strategies.split(",") if strategies else PUBLISHED
     budget = Budget(epochs=EPOCHS)
     numbers = numbers_of(learners or "1,64")
-    with console.status("simulating"):
+    with _telling(console, "simulating") as say:
         job = job_of(hours=hours)
-        found = plan(job, learners=numbers, strategies=named, budget=budget, **given)
+        found = plan(job, learners=numbers, strategies=named, budget=budget, say=say, **given)
     return found, budget
 
 
 def show_plan(found: Plan, budget: Budget, tell: Say, explain: bool, output: Path | None) -> None:
     """Print a plan, and write its table to `output`."""
     is_trusted = found.error is None or found.error <= POOR
-    tell(f"recommended: {found.recommended}" if is_trusted else NO_RECOMMENDATION)
-    for line in found.reason if is_trusted else found.reason[-1:]:
-        tell(f"  {line}")
+    is_choice = len({str(row) for row in found.rows}) > 1
+    if is_choice:
+        tell(f"recommended: {found.recommended}" if is_trusted else NO_RECOMMENDATION)
+    for line in found.reason if is_trusted or not is_choice else found.reason[-1:]:
+        tell(f"{'  ' * is_choice}{line}")
     output_console = Console()
     output_console.print(plan_table(found, budget, output_console.width, is_trusted))
     for line in _lines(found, explain):
@@ -216,6 +221,22 @@ def show_plan(found: Plan, budget: Budget, tell: Say, explain: bool, output: Pat
     if output is not None:
         found.write_csv(output)
         tell(f"written to {output}")
+
+
+@contextmanager
+def _telling(console: Console, doing: str) -> Iterator[Say]:
+    """A context with a function that shows what is being done. Without a terminal, it prints a line now and then."""
+    told_at, say = time.monotonic(), say_on(console)
+    with console.status(doing) as status:
+
+        def tell(what: str) -> None:
+            nonlocal told_at
+            status.update(f"{doing} {what}")
+            if not console.is_terminal and time.monotonic() - told_at > TELL_EVERY:
+                told_at = time.monotonic()
+                say(f"{doing} {what}")
+
+        yield tell
 
 
 def _choices(recipe: RecipeConfig, strategies: str | None) -> list[str | Mapping[str, Any]]:
@@ -252,35 +273,45 @@ def plan_table(plan: Plan, budget: Budget, width: int, is_trusted: bool) -> Tabl
     unit, per_hour = unit_of(max(row.hours for row in rows))
     columns: dict[str, Callable[[Forecast], str]] = {"strategy": str, "learners": lambda row: str(row.learners)}
     if is_wide:
-        columns[f"epoch, {unit}"] = lambda row: f"{per_hour * row.hours_per_epoch:.3g}"
+        columns[f"epoch, {unit}"] = lambda row: _short(per_hour * row.hours_per_epoch)
     if budget.minutes is not None and budget.epochs is None and budget.steps is None:
         columns["epochs"] = lambda row: f"{row.hours / row.hours_per_epoch:,.1f}"
     else:
-        columns[f"run, {unit}"] = lambda row: f"{per_hour * row.hours:.3g}"
-        columns["interval"] = lambda row: f"{per_hour * row.hours_low:.3g} to {per_hour * row.hours_high:.3g}"
+        whole = "run" if budget.epochs in (None, 1) else f"{budget.epochs:g} epochs"
+        columns[f"{whole}, {unit}"] = lambda row: _short(per_hour * row.hours)
+        columns["interval"] = lambda row: f"{_short(per_hour * row.hours_low)} to {_short(per_hour * row.hours_high)}"
     columns |= {
         "compute": lambda row: f"{row.computing:.0%}",
         "wait": lambda row: f"{row.waiting:.0%}",
         "exchange": lambda row: f"{row.exchanging:.0%}",
     }
     if is_wide:
-        columns["MB/s"] = lambda row: f"{row.megabytes_per_second:.3g}"
+        columns["MB/s"] = lambda row: _short(row.megabytes_per_second)
     columns["stale"] = lambda row: f"{row.staleness_mean:.2g}" + f" (≤ {row.staleness_95})" * is_wide
     if any(row.memory_gigabytes is not None for row in rows):
         columns["memory"] = lambda row: "" if row.memory_gigabytes is None else f"{row.memory_gigabytes:.2g} GB"
     if any(row.cost is not None for row in rows):
         columns["cost"] = lambda row: "" if row.cost is None else f"{row.cost:,.2f}"
     cells = {name: [cell(row) for row in rows] for name, cell in columns.items()}
-    widths = {name: max(map(len, [*name.split(), *texts])) for name, texts in cells.items()} | {"strategy": 16}
+    words = [[name] if is_wide else re.split("(?<=,) ", name) for name in cells]
+    widths = {name: max(map(len, [*own, *cells[name]])) for name, own in zip(cells, words, strict=True)}
+    longest, widths["strategy"] = widths["strategy"], 16
     for name in ("memory", "exchange", "stale", "wait"):
         if sum(widths.values()) + 2 * len(widths) > width:
             widths.pop(name, None)
-    headers = (Column(name, overflow="fold", min_width=width) for name, width in widths.items())
+    spare = max(0, width - sum(widths.values()) - 2 * len(widths))
+    widths["strategy"] = min(widths["strategy"] + spare, longest)
+    headers = (Column(name, overflow="fold", width=width) for name, width in widths.items())
     table = Table(*headers, box=None)
     for place, row in enumerate(rows):
         style = "bold" if is_trusted and row == plan.recommended else None
         table.add_row(*(cells[name][place] for name in widths), style=style)
     return table
+
+
+def _short(number: float) -> str:
+    """A number in three digits, or in more if it is large."""
+    return f"{number:.3g}" if number < 1000.0 else f"{number:,.0f}"
 
 
 def _lines(plan: Plan, explains: bool) -> Iterator[str]:

@@ -131,6 +131,8 @@ def _ladders(choice: StrategyChoice, machines: Machines, learners: int, job: Job
     if given:
         return [[Arm(strategy, strategy.options.model_validate(options), given)]]
     sets = [options]
+    if learners == 1:
+        return [[Arm.of({"name": choice.name, **options})]]
     if {"pattern", "period"} <= fields.keys() and "per_node" not in fields:
         sets = [{"pattern": pattern} for pattern in machines.patterns(learners)]
     periods = [{}, *({"period": period} for period in PERIODS if "period" in fields)]
@@ -252,8 +254,8 @@ class Plan:
     recommended: Forecast
     """Row that is recommended."""
     reason: tuple[str, ...]
-    """Three lines. They give the choice with its reason, the distance of the second choice, and the reliability of the
-    prediction."""
+    """Lines that give the choice with its reason, the distance of the second choice, if there is one, and the
+    reliability of the prediction."""
     crossings: tuple[Crossing, ...]
     """Points at which one strategy becomes faster than another."""
     notes: tuple[str, ...]
@@ -488,11 +490,11 @@ def _reason(chosen: Forecast, second: Forecast | None, costs: Costs) -> tuple[st
     hours, low, high = (per_hour * each for each in (chosen.hours, chosen.hours_low, chosen.hours_high))
     interval = f" ({low:.3g} to {high:.3g} {unit})" if low < high else ""
     first = (
-        f"{chosen} with {chosen.learners} learners: {hours:.3g} {unit}{interval}; learners "
+        f"{chosen} with {chosen.learners} learner{'s' * (chosen.learners > 1)}: {hours:.3g} {unit}{interval}; learners "
         f"compute {chosen.computing:.0%} of the time, mean staleness {chosen.staleness_mean:.2g}"
     )
     if second is None:
-        behind = "no other strategy was compared"
+        behind = ""
     else:
         ratio = second.hours_per_epoch / chosen.hours_per_epoch
         behind = (
@@ -509,4 +511,4 @@ def _reason(chosen: Forecast, second: Forecast | None, costs: Costs) -> tuple[st
     else:
         error, against = costs.validation.error, costs.validation.against
         trust = f"at the last validation, predictions were at most {error:.0%} off ({against})"
-    return first, behind, trust
+    return tuple(line for line in (first, behind, trust) if line)

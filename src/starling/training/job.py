@@ -3,7 +3,7 @@ observers receive."""
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from operator import add
 from typing import Any
@@ -33,7 +33,7 @@ class Job:
         budget: When training ends, such as `starling.Budget(epochs=2)`.
         make_optimizer: A function from a list of parameters to their optimizer.
         schedule: How the learning rate follows the budget; by default it is constant.
-        options: The options of the strategy; None uses its defaults.
+        options: The options of the strategy, such as `{"pattern": "ring"}`; None uses its defaults.
         stragglers: Delays of learners, such as `{"slow": {3: "4x"}}`; by default there are none.
         seed: The seed of everything random, 0 by default.
 
@@ -62,7 +62,7 @@ class Job:
     schedule: Schedule = field(default_factory=lambda: Schedule(decay="constant"))
     """Schedule by which the learning rate follows the budget; constant by default."""
     options: Config = None  # type: ignore[assignment]
-    """Options of the strategy; None uses its defaults."""
+    """Options of the strategy; None uses its defaults. A mapping is checked and converted."""
     clip_norm: float | None = None
     """Maximum 2-norm of a gradient. A gradient with a larger norm is scaled down to it before the optimizer's step."""
     autocast: bool = False
@@ -102,8 +102,9 @@ class Job:
         object.__setattr__(self, "strategy", between_islands(self.strategy, self.island))
         if not isinstance(self.stragglers, Stragglers):
             object.__setattr__(self, "stragglers", checked(Stragglers, self.stragglers, "job", "stragglers."))
-        if self.options is None:
-            object.__setattr__(self, "options", self.strategy.options())
+        if self.options is None or isinstance(self.options, Mapping):
+            options = checked(self.strategy.options, self.options or {}, self.strategy.name)
+            object.__setattr__(self, "options", options)
         if problem := self.strategy.weighting_problem(self.options, self.weighting):
             raise ConfigError(f"weighting: {problem}")
         if self.freeze and self.island.size > 1:

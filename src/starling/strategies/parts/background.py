@@ -113,8 +113,10 @@ async def average_in_rounds(
 
     `change` converts the change that averaging makes to a piece, sum_j T_jl (w_j - w_l), into the change that is added
     to my weights. A step that is made in the meantime is preserved. Each piece is sent before the previous piece is
-    awaited.
+    awaited. A learner that is alone makes no rounds.
     """
+    if me.world == 1:
+        return
     topology, pieces = find_topology(options.pattern, me.world, me.seed), options.pieces(me)
     encoder = encoder_of(options.compression, me.weights, pieces)
     while (k := await me.background.round(options.period)) is not None:
