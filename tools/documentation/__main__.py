@@ -1,9 +1,11 @@
-"""`python -m tools.documentation FOLDER` writes the sources of the documentation site, for `make docs`."""
+"""`python -m tools.documentation FOLDER` writes the sources of the documentation site, for `make docs`. `python -m
+tools.documentation --overviews` writes the overviews that stand in the repository in place of generated pages."""
 
 import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping
+from itertools import takewhile
 from pathlib import Path
 
 from tools.documentation import commands, links, notebooks, public_names, recipe_keys
@@ -16,7 +18,13 @@ GENERATED: Mapping[str, Callable[[], str]] = {
 """The functions that make the generated part of each page."""
 PLACE = "> This part of the page is made from the source when the site is built: `make docs`."
 """The first line of the quotation that stands in a page in place of its generated part, and says where to look in the
-repository."""
+repository. An overview follows."""
+OVERVIEWS: Mapping[str, Callable[[], str]] = {
+    "reference/recipe.md": recipe_keys.overview,
+    "reference/commands.md": commands.overview,
+    "reference/python.md": public_names.overview,
+}
+"""The functions that make the overview of each page."""
 _ASSETS = (".svg", ".png", ".css", ".html")
 
 
@@ -49,16 +57,27 @@ def problems() -> list[str]:
     for page in links.pages():
         name = page.relative_to(links.ROOT)
         found += [f"{name}: {problem}" for link in links.links(page) if (problem := links.problem(link))]
-        if links.site_page(page) in GENERATED and page.read_text(encoding="utf-8").count(PLACE) != 1:
+        if links.site_page(page) not in GENERATED:
+            continue
+        if page.read_text(encoding="utf-8").count(PLACE) != 1:
             found.append(f"{name}: needs one line that reads {PLACE!r}")
+        elif page.read_text(encoding="utf-8") != with_overview(page):
+            found.append(f"{name}: its overview is old; run python -m tools.documentation --overviews")
     return found
+
+
+def with_overview(page: Path) -> str:
+    """The text of a page in the repository, with the present overview."""
+    before, place, after = page.read_text(encoding="utf-8").partition(PLACE)
+    quotation = "".join(takewhile(lambda line: line.startswith(">"), after[1:].splitlines(keepends=True)))
+    return f"{before}{place}\n{quotation}\n{OVERVIEWS[links.site_page(page)]().rstrip()}\n"
 
 
 def text_of(page: Path) -> str:
     """The text of a page on the site."""
     text = page.read_text(encoding="utf-8")
     if (make := GENERATED.get(links.site_page(page))) is not None:
-        text = re.sub(rf"^{re.escape(PLACE)}(\n>.*)*$", lambda _: make(), text, flags=re.MULTILINE)
+        text = text.partition(PLACE)[0] + make()
     text = links.for_site(text, page)
     if page.parent.name == "tutorials" and page.stem in notebooks.TUTORIALS:
         title, rest = text.split("\n", 1)
@@ -72,6 +91,10 @@ def _write(path: Path, text: str) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "--overviews":
+        for each in (each for each in links.pages() if links.site_page(each) in OVERVIEWS):
+            each.write_text(with_overview(each), encoding="utf-8")
+        sys.exit()
     target = Path(sys.argv[1])
     shutil.rmtree(target, ignore_errors=True)
     try:

@@ -1,14 +1,17 @@
 """The public names of `starling`, as a page for mkdocstrings, and those that lack a docstring."""
 
 import inspect
+import re
 from collections.abc import Iterator
 from dataclasses import is_dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
 import starling
 from starling.configuration import beneath_fields
+from tools.documentation.links import ROOT
 
 INTEGRATIONS = (
     "lightning.StarlingStrategy",
@@ -28,6 +31,24 @@ def page() -> str:
     parts += ["## Your own network\n", "::: starling.speech.models.Architecture\n"]
     parts += ["## Integrations\n", *(f"::: starling.integrations.{name}\n" for name in INTEGRATIONS)]
     return "\n".join(parts)
+
+
+def overview() -> str:
+    """Tables of the public names, with the first line of each docstring and a link to the source."""
+    parts = []
+    for title, names in _groups().items():
+        parts += [f"## {title}\n", "| name | meaning |\n|---|---|", *map(_row, names), ""]
+    return "\n".join(parts)
+
+
+def _row(name: str) -> str:
+    found = _public(name)
+    said, module = inspect.cleandoc(found.__doc__ or "").split("\n\n")[0].replace("\n", " "), inspect.getmodule(found)
+    sentence = re.split(r"(?<=\.) ", said)[0]
+    if module is None:
+        return f"| `starling.{name}` | {sentence} |"
+    source = Path(inspect.getfile(module)).relative_to(ROOT).as_posix()
+    return f"| [`starling.{name}`](../../{source}) | {sentence} |"
 
 
 def _groups() -> dict[str, list[str]]:

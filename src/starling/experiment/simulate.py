@@ -5,6 +5,7 @@ Also `starling storm`, in which learners are killed and replaced, paused, and cu
 
 import json
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from starling.checkpoint.reader import load
+from starling.checkpoint.state import LearnerState
 from starling.checkpoint.writer import mean_of_buffers
 from starling.consensus import consensus
 from starling.engines.virtual.cluster import Cluster
@@ -38,12 +40,32 @@ from starling.reporting.goodput import goodput_of
 from starling.reporting.progress import Bars, Display, Say, say_on
 from starling.training.faults import Fault, Join, Kill, Pause, Split
 from starling.training.flat import fill
-from starling.training.job import Job, Observer, StepReport
+from starling.training.job import EpochReport, Job, Observer, StepReport
 from starling.training.membership import Membership
 from starling.workload import mean_loss
 
 
 @dataclass(frozen=True)
+class LearnerStats:
+    """The counters of one simulated learner, over all epochs that it has ended. Times are on the simulated clock."""
+
+    steps: int
+    """Number of mini-batches, including those with a non-finite gradient."""
+    steps_skipped: int
+    """Number of non-finite gradients, which are skipped."""
+    rounds: int
+    """Number of averaging rounds in the learner's background."""
+    staleness: dict[int, int]
+    """Number of gradients with each staleness, which is the number of changes to the weights between reading them and
+    applying the gradient."""
+    bytes_sent: int
+    """Number of bytes that the learner has sent to other learners."""
+    seconds_computing: float
+    seconds_waiting: float
+    """Time spent waiting for other learners."""
+
+
+@dataclass(frozen=True, repr=False)
 class Simulated:
     """The result of `starling.simulate`."""
 
@@ -51,6 +73,30 @@ class Simulated:
     """The job that was simulated."""
     outcome: Outcome
     """Everything that the virtual engine recorded: states, events and times."""
+    reports: Sequence[EpochReport] = ()
+    """Each learner's report of each epoch."""
+
+    def __repr__(self) -> str:
+        learners = len(self.outcome.states)
+        return f"<{self.job.strategy.name} with {learners} learners, {self.seconds:.4g} simulated seconds>"
+
+    def stats(self) -> dict[int, LearnerStats]:
+        """The counters of each learner, by its number."""
+        of: dict[int, list[EpochReport]] = {}
+        for report in self.reports:
+            of.setdefault(report.rank, []).append(report)
+        return {
+            learner: LearnerStats(
+                steps=sum(each.num_steps for each in epochs),
+                steps_skipped=sum(each.num_not_finite for each in epochs),
+                rounds=sum(each.averaging.rounds for each in epochs),
+                staleness=dict(sorted(sum((each.averaging.staleness for each in epochs), Counter[int]()).items())),
+                bytes_sent=sum(each.averaging.bytes_sent for each in epochs),
+                seconds_computing=sum(each.spent.computing for each in epochs),
+                seconds_waiting=sum(each.spent.waiting_for_peers for each in epochs),
+            )
+            for learner, epochs in sorted(of.items())
+        }
 
     @property
     def seconds(self) -> float:
@@ -91,15 +137,27 @@ def simulate(job: Job, learners: int, cluster: Cluster | None = None, threads: i
 
     Example:
         >>> from starling.toy import regression
-        >>> starling.simulate(regression("adpsgd"), learners=4).loss()
-        0.01
+        >>> run = starling.simulate(regression("adpsgd"), learners=4)
+        >>> run.loss(), run.stats()[0].steps
+        (0.01, 24)
     """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        return Simulated(job, VirtualEngine(job, learners, cluster).run())
+        observer = _Reports()
+        return Simulated(job, VirtualEngine(job, learners, cluster, observer).run(), observer.reports)
     finally:
         torch.set_num_threads(before)
+
+
+class _Reports(Observer):
+    """Collects the reports of all learners."""
+
+    def __init__(self) -> None:
+        self.reports: list[EpochReport] = []
+
+    def on_epoch(self, report: EpochReport, state: LearnerState) -> None:
+        self.reports.append(report)
 
 
 def simulate_recipe(task: Task[RecipeT], recipe: RecipeT, tell: Say, console: Console) -> None:
