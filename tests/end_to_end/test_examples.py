@@ -12,12 +12,14 @@ import yaml
 
 from starling.checkpoint.files import sort_key
 from starling.checkpoint.reader import checkpoints_in
+from starling.launch.launcher import loopback_store
 from starling.launch.rendezvous import REQUIRED
 from starling.recipe import apply_overrides, read_recipe
 from starling.recipe.run import LaunchConfig
 from tests.code_blocks import code_blocks
 from tests.sessions import run_to_end
 from tests.test_documents import environment
+from tests.warm_start import WarmProgram
 
 ROOT = Path(__file__).parents[2]
 
@@ -100,6 +102,43 @@ def test_the_loop_of_the_page_resumes_after_a_kill_with_other_learners_and_strat
         assert "resuming after learner 0's step" in said
         (accuracy,) = re.findall(rf"accuracy (\S+) after {more + steps} steps", said)
         assert float(accuracy) > 0.9
+
+
+@pytest.mark.wide
+def test_the_loop_with_everything_survives_a_loss_and_a_restart_and_resumes(tmp_path: Path) -> None:
+    """A learner is killed after two checkpoints, and started again; later, two learners make two more epochs."""
+    page = code_blocks(ROOT / "docs" / "your-own-loop.md")
+    (script,) = [each for each in page if each.saved_as == "everything.py"]
+    (tmp_path / "everything.py").write_text(script.text, encoding="utf-8")
+    saved = tmp_path / "exp" / "everything"
+
+    def start(rank: int, world: int, port: int, epochs: int) -> WarmProgram:
+        place = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        return WarmProgram(["everything.py", "adpsgd", str(epochs)], tmp_path, OMP_NUM_THREADS="1", **place)
+
+    def result(program: WarmProgram) -> str:
+        said = program.output.read()
+        assert program.wait(100) == 0, said
+        return said
+
+    epochs = 20
+    with loopback_store() as port:
+        pass  # a free port
+    with start(0, 3, port, epochs) as first, start(1, 3, port, epochs) as second:
+        with start(2, 3, port, epochs) as lost:
+            while not any(sort_key(each.name)[0] >= 2 for each in (checkpoints_in(saved) if saved.exists() else ())):
+                assert lost.poll() is None
+                time.sleep(0.01)
+            lost.kill()
+            lost.wait()
+        with start(2, 3, port, epochs) as again:
+            said = [result(each) for each in (first, second, again)]
+    assert re.search(rf"accuracy (0\.9\d+|1\.0+) after {epochs} epochs with 3 learners", said[0])
+    with start(0, 2, port, epochs + 2) as first, start(1, 2, port, epochs + 2) as second:
+        said = [result(each) for each in (first, second)]
+    assert "resuming after" in said[0]
+    assert f"after {epochs + 2} epochs with 2 learners" in said[0]
+    assert sort_key(checkpoints_in(saved)[-1].name)[0] == epochs + 2
 
 
 KILLED_ONCE = """

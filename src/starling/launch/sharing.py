@@ -194,9 +194,10 @@ class _Shared(Sampler[T], Generic[T]):
     def epoch(self) -> int:
         """The number of the epoch that is under way or, between two passes, of the next one; the first is 0.
 
-        A process that joins a run knows it from its first pass on. With loading processes, the samples of a batch may
-        belong to an epoch that has already been given out.
+        With loading processes, the samples of a batch may belong to an epoch that has already been given out.
         """
+        if self._made is None and self._find_membership() is not None:
+            self._claims()  # a process that joins a run takes part in its present pass
         return self._epoch + self._has_ended
 
     def set_epoch(self, epoch: int) -> None:

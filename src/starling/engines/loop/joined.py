@@ -39,7 +39,8 @@ class LoopStats:
     """The counters of one learner since it joined."""
 
     steps: int
-    """Number of calls of `step`, including calls with a non-finite gradient."""
+    """Number of calls of `step` in this process, including calls with a non-finite gradient. `JoinedLearner.num_steps`
+    counts the steps of the run, which may have begun before this process joined."""
     steps_skipped: int
     """Number of non-finite gradients, which are skipped."""
     rounds: int
