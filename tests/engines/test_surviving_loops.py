@@ -184,10 +184,20 @@ def test_a_child_that_a_learner_forked_does_not_hide_its_death(
                     os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("strategy", ["adpsgd", "allreduce"])
-def test_the_survivors_save_and_two_of_three_resume(strategy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "given"),
+    [
+        ("adpsgd", {}),
+        ("allreduce", {}),
+        pytest.param("async-diloco", {"every": 4}, marks=pytest.mark.wide),
+        pytest.param(
+            "decoupled-diloco", {"every": 8, "fragments": 2, "overlap": 2, "momentum": 0.5}, marks=pytest.mark.wide
+        ),
+    ],
+)
+def test_the_survivors_save_and_two_of_three_resume(strategy: str, given: dict[str, Any], tmp_path: Path) -> None:
     """And then three: the third is new."""
-    options = {"checkpoints": str(tmp_path / "saved")}
+    options = {"checkpoints": str(tmp_path / "saved")} | given
     case = {"strategy": strategy, "steps": 60, "seconds": 0.002, "saves": 10, "options": options}
     (tmp_path / "first").mkdir()
     with loops(case | {"deaths": {"1": 25}}, 3, tmp_path / "first") as started:
