@@ -35,7 +35,7 @@ STRATEGIES = {
     "adpsgd": "{name: adpsgd, max_lag: 64}",
 }
 """The strategies and their options. Real runs have the same, except `decoupled`."""
-PATIENCE = dict.fromkeys(("diloco-10", "decoupled-12", "decoupled-4"), 3.0)
+PATIENCE = dict.fromkeys(("diloco-10", "decoupled-12", "decoupled-4"), 1.5)
 """Seconds after which the others give up a paused learner; it is started again when its pause is over."""
 SEEDS = (1, 2, 3)
 
