@@ -1,5 +1,5 @@
 """`python -m tools.documentation FOLDER` writes the sources of the documentation site, for `make docs`. `python -m
-tools.documentation --overviews` writes the overviews that stand in the repository in place of generated pages."""
+tools.documentation --reference` writes the generated parts of the reference pages in the repository."""
 
 import re
 import shutil
@@ -16,15 +16,14 @@ GENERATED: Mapping[str, Callable[[], str]] = {
     "reference/python.md": public_names.page,
 }
 """The functions that make the generated part of each page."""
-PLACE = "> This part of the page is made from the source when the site is built: `make docs`."
-"""The first line of the quotation that stands in a page in place of its generated part, and says where to look in the
-repository. An overview follows."""
-OVERVIEWS: Mapping[str, Callable[[], str]] = {
-    "reference/recipe.md": recipe_keys.overview,
-    "reference/commands.md": commands.overview,
+PLACE = "> The rest of this page is made from the source."
+"""The first line of the quotation before the generated part of a page."""
+IN_REPOSITORY: Mapping[str, Callable[[], str]] = {
+    "reference/recipe.md": recipe_keys.page,
+    "reference/commands.md": commands.page,
     "reference/python.md": public_names.overview,
 }
-"""The functions that make the overview of each page."""
+"""The functions that make the generated part of each page in the repository."""
 _ASSETS = (".svg", ".png", ".css", ".html")
 
 
@@ -52,7 +51,7 @@ def write_site(folder: Path) -> None:
 
 
 def problems() -> list[str]:
-    """Broken links, pages without a place for their generated part, and public names without a docstring."""
+    """Broken links, pages whose generated part is missing or old, and public names without a docstring."""
     found = [f"{name}: a public name without a docstring" for name in public_names.undocumented()]
     for page in links.pages():
         name = page.relative_to(links.ROOT)
@@ -61,16 +60,16 @@ def problems() -> list[str]:
             continue
         if page.read_text(encoding="utf-8").count(PLACE) != 1:
             found.append(f"{name}: needs one line that reads {PLACE!r}")
-        elif page.read_text(encoding="utf-8") != with_overview(page):
-            found.append(f"{name}: its overview is old; run python -m tools.documentation --overviews")
+        elif page.read_text(encoding="utf-8") != in_repository(page):
+            found.append(f"{name}: its generated part is old; run python -m tools.documentation --reference")
     return found
 
 
-def with_overview(page: Path) -> str:
-    """The text of a page in the repository, with the present overview."""
+def in_repository(page: Path) -> str:
+    """The text of a page in the repository, with its present generated part."""
     before, place, after = page.read_text(encoding="utf-8").partition(PLACE)
     quotation = "".join(takewhile(lambda line: line.startswith(">"), after[1:].splitlines(keepends=True)))
-    return f"{before}{place}\n{quotation}\n{OVERVIEWS[links.site_page(page)]().rstrip()}\n"
+    return f"{before}{place}\n{quotation}\n{IN_REPOSITORY[links.site_page(page)]().rstrip()}\n"
 
 
 def text_of(page: Path) -> str:
@@ -91,9 +90,9 @@ def _write(path: Path, text: str) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--overviews":
-        for each in (each for each in links.pages() if links.site_page(each) in OVERVIEWS):
-            each.write_text(with_overview(each), encoding="utf-8")
+    if sys.argv[1] == "--reference":
+        for each in (each for each in links.pages() if links.site_page(each) in IN_REPOSITORY):
+            each.write_text(in_repository(each), encoding="utf-8")
         sys.exit()
     target = Path(sys.argv[1])
     shutil.rmtree(target, ignore_errors=True)

@@ -60,11 +60,6 @@ def page() -> str:
     return "\n".join([_index(), *map(_described, commands()), _exit_codes()])
 
 
-def overview() -> str:
-    """The commands and the exit codes, without links to sections."""
-    return re.sub(r"\[(`starling [^`]*`)\]\(#.*?\)", r"\1", "\n".join([_index(), _exit_codes()]))
-
-
 def _index() -> str:
     rows = [
         f"| [`starling {each.name}`](#{_anchor(each.name)}) | {each.help.partition(chr(10))[0]} |"

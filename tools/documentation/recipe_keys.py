@@ -100,16 +100,6 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def overview() -> str:
-    """The table of the keys at the top level, and the names of the keys of each section."""
-    top, *others = sections()
-    rows = "".join(f"\n| `{key.path}` | {key.description.replace('|', chr(92) + '|')} |" for key in top.keys)
-    lines = [
-        f"- {each.title}: {', '.join(f'`{key.path.rpartition(chr(46))[2]}`' for key in each.keys)}" for each in others
-    ]
-    return f"## {top.title}\n\n| key | meaning |\n|---|---|{rows}\n\n## Keys of each section\n\n" + "\n".join(lines)
-
-
 def _row(key: Key) -> str:
     cells = [f"`{key.path}`", key.type, key.default, key.unit, key.description]
     return "| " + " | ".join(each.replace("|", "\\|") for each in cells) + " |"

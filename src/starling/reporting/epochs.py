@@ -159,7 +159,10 @@ class EpochSummary:
         """The line to print, with `score` if it is new."""
         workers = [each.so_far for each in self._workers]
         cut = next((each for each in self.ends if each.left_after is not None), None)
-        how = "ended after" if cut is None else f"was left after {cut.left_after} of {cut.num_batches} mini-batches and"
+        how = "ended after"
+        if cut is not None:  # tickets of earlier epochs may be outstanding, too
+            done = max(cut.left_after or 0, sum(each.so_far.batches for each in self.ends))
+            how = f"was left after {done} of {cut.num_batches} mini-batches and"
         begin = f"epoch {self.epoch + 1} {how} {duration(self._seconds)}"
         if self.missing:
             begin += f" (without learner {', '.join(map(str, self.missing))})"
@@ -254,7 +257,7 @@ def ended_epochs(roster: Roster, after: int, is_over: bool = False) -> Iterator[
 
 
 _BUSY = 90.0  # a learner that computes for at least this percentage of its time gets no advice
-_LITTLE = 5.0  # waiting for less than this percentage of the time causes no advice
+_LITTLE = 10.0  # waiting for less than this percentage of the time causes no advice
 _ADVICE = {
     "data": "raise batches.num_workers if cores are idle",
     "peers": "another strategy, such as adpsgd or local-sgd, may wait less",
@@ -268,12 +271,17 @@ def progress_line(progress: Progress) -> str:
     new = progress.new
     line = (
         f"epoch {progress.epoch + 1}, batch {progress.batch + 1}/{progress.num_batches}: loss {new.loss:.4f} over "
-        f"{new.frames} frames, running {progress.so_far.loss:.4f}, lr {progress.learning_rate:.3g}"
+        f"{new.frames} frames, running {running_loss(progress):.4f}, lr {progress.learning_rate:.3g}"
     )
     if new.audio_rate > 0.0:  # unknown for the first mini-batch
         line += f", {new.audio_rate:.1f} s of audio per s"
     left = time_left(progress)
     return f"{line}, {left} left" if left else line
+
+
+def running_loss(progress: Progress) -> float:
+    """The mean loss of the epoch so far; the newest loss if the epoch has only begun."""
+    return progress.so_far.loss if progress.so_far.frames else progress.new.loss
 
 
 def epoch_line(progress: Progress) -> str:
@@ -318,10 +326,12 @@ class Advice:
         for_data, for_peers = share(work, "waiting_for_data"), share(work, "waiting_for_peers")
         what, part = ("data", for_data) if for_data > for_peers else ("peers", for_peers)
         has_no_need = work.batches == 0 or share(work, "computing") >= _BUSY or part < _LITTLE
-        if has_no_need or what in self._given or (what == "peers" and self._world == 1):
+        is_asynchronous = work.rounds > 0 or any(work.staleness)
+        if has_no_need or what in self._given or (what == "peers" and (self._world == 1 or is_asynchronous)):
             return None
         self._given.add(what)
-        return f"learner {progress.learner_id} waits for {what} {part:.0f} % of its time: {_ADVICE[what]}"
+        learner, epoch = progress.learner_id, progress.epoch + 1
+        return f"in epoch {epoch}, learner {learner} waited for {what} {part:.0f} % of its time: {_ADVICE[what]}"
 
 
 def share(work: Stretch, what: str) -> float:

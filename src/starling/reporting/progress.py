@@ -26,7 +26,7 @@ from starling.errors import some
 from starling.events import Events
 from starling.launch.messages import LearnerMessage, Progress, Said, Saved
 from starling.launch.roster import LearnerRecord, LearnerState, Roster
-from starling.reporting.epochs import Advice, Score, duration, ended_epochs, merged, share, time_left
+from starling.reporting.epochs import Advice, Score, duration, ended_epochs, merged, running_loss, share, time_left
 from starling.timeouts import DRAW_EVERY, SCORE_WAIT, SCREEN_EVERY, Seconds
 
 Say = Callable[[str], None]
@@ -228,7 +228,7 @@ def _cells(progress: Progress) -> list[str]:
         str(progress.epoch + 1),
         f"{progress.batch + 1}/{progress.num_batches}",
         f"{progress.new.loss:.4f}",
-        f"{progress.so_far.loss:.4f}",
+        f"{running_loss(progress):.4f}",
         f"{progress.learning_rate:.2e}",
         f"{audio_rate:.1f}" if audio_rate > 0.0 else "",
     ]

@@ -154,7 +154,8 @@ def lines_of_unseen(references: Mapping[str, str], hypotheses: Mapping[str, str]
     if not unseen:
         return [f"the audio or text of all {without} utterances also occurs in training: no score without these"]
     result = error_rates(unseen, {name: text for name, text in hypotheses.items() if name in unseen})
-    return [f"{result.lines()[0]}, without {without} utterances whose audio or text also occurs in training"]
+    left_out = f"{without} utterance{'s' * (without > 1)}"
+    return [f"{result.lines()[0]}, without {left_out} whose audio or text also occurs in training"]
 
 
 def align_words(references: Mapping[str, str], hypotheses: Mapping[str, str]) -> dict[str, Alignment]:
@@ -230,6 +231,8 @@ def _count(pairs: Sequence[tuple[list[str], list[str]]]) -> ErrorCounts:
 def _interval(pairs: Sequence[tuple[list[str], list[str]]]) -> tuple[float, float] | None:
     if len(pairs) < 2 or not all(spoken for spoken, _ in pairs):
         return None  # a bootstrap sample could have no reference words
+    if all(spoken == heard for spoken, heard in pairs):
+        return None  # a bootstrap would claim that there is no error in other utterances either
     references, hypotheses = map(list, zip(*pairs, strict=True))
     result = kaldialign.bootstrap_wer_ci(references, hypotheses, replications=_REPLICATIONS)
     return max(0.0, 100.0 * result["ci95min"]), 100.0 * result["ci95max"]

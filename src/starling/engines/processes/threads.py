@@ -127,8 +127,12 @@ class Release:
 
     def check(self) -> None:
         """Raise the error that was passed to `fail`, if any."""
-        if self._failed.done():
-            self._failed.result()
+        if (error := self.error) is not None:
+            context = error.__context__
+            try:
+                raise error
+            finally:
+                error.__context__ = context  # and not the wait that this error has ended
 
     def wait(self, work: "Future[T]") -> T:
         """Wait for the result of `work`, and return it. Raises the error that was passed to `fail` before or during the

@@ -49,6 +49,8 @@ from starling.speech.usable import frames_needed, kept_utterances, transcripts
 _REST = 19.0
 """The pause after each scoring, as a multiple of the scoring's duration. Scoring thus takes at most a twentieth of the
 time."""
+_LONG_REST = 30.0
+"""Seconds of a pause after a scoring above which the first such pause is reported."""
 USELESS = 90.0
 """Word error rate, in per cent, above which a recogniser is considered not to work."""
 _TOO_EARLY = 0.1
@@ -103,7 +105,7 @@ class Validation(Scoring, AbstractContextManager["Validation"]):
         self._best = _score_of(best_model(folder), "wer")
         self._best_epochs = _score_of(best_model(folder), "epochs") or 0.0
         self._newest_epochs = 0.0
-        self._has_told = False
+        self._has_told = self._has_rested = False
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._is_over.set()
@@ -144,7 +146,11 @@ class Validation(Scoring, AbstractContextManager["Validation"]):
             why = error if folder.exists() else "newer checkpoints replaced it before it could be scored"
             self._say(f"validation of {folder.name} was skipped: {why}")
         finally:
-            self._is_over.wait(_REST * (self._clock() - began))
+            seconds = self._clock() - began
+            if (rest := _REST * seconds) > _LONG_REST and not self._has_rested and not self._is_over.is_set():
+                self._has_rested = True
+                self._say(f"scoring {name} took {duration(seconds)}, so it is not scored for the next {duration(rest)}")
+            self._is_over.wait(rest)
             self._discard(folder)
 
     def _discard(self, folder: Path) -> None:
