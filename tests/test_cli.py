@@ -119,7 +119,7 @@ def test_help_does_not_load_torch() -> None:
         (["check", "r.yaml"], 5, "corpus not found"),
         (["train", "r.yaml"], 5, "corpus not found"),
         (["profile", "absent.yaml"], 2, "recipe absent.yaml: no such file"),
-        (["plan"], 2, "name a recipe, such as demo, or ask for --published"),
+        (["plan"], 2, "name a recipe, such as demo, or --model ibm, or ask for --published"),
         (["plan", "r.yaml"], 2, "give either a profile, made by `starling profile`, or a preset"),
         (["plan", "r.yaml", "--profile", "absent.yaml"], 2, "profile absent.yaml: cannot be read"),
         (["plan", "r.yaml", "--profile", "p.yaml", "--learners", "four"], 2, "'four' is no list of numbers"),

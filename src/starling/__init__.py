@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from starling.experiment.replay import Replayed as Replayed
     from starling.experiment.replay import replay as replay
     from starling.experiment.report import report as report
+    from starling.experiment.simulate import LearnerStats as LearnerStats
     from starling.experiment.simulate import Simulated as Simulated
     from starling.experiment.simulate import simulate as simulate
     from starling.experiment.task import Task as Task
@@ -69,7 +70,7 @@ _NAMES = {
     "experiment.planning": "profile",
     "experiment.replay": "Replayed replay",
     "experiment.report": "report",
-    "experiment.simulate": "Simulated simulate",
+    "experiment.simulate": "LearnerStats Simulated simulate",
     "experiment.task": "Task TaskRecipe job_of",
     "launch.joining": "attach join",
     "launch.sharing": "SharedBatches SharedSampler",

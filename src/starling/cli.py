@@ -128,12 +128,16 @@ def plan(
     profile: Annotated[Path | None, typer.Option(help="The file that `starling profile` wrote.")] = None,
     preset: Annotated[str | None, typer.Option(help="Costs from data sheets, such as v100-2019, or a file.")] = None,
     cluster: Annotated[Path | None, typer.Option(help="A YAML file with the keys of `cluster`.")] = None,
-    learners: Annotated[str | None, typer.Option(help="Numbers of learners, such as 4,16,64.")] = None,
+    learners: Annotated[
+        str | None,
+        typer.Option(help="Numbers of learners, such as 4,16,64. By default the recipe's, or, with --model, 1 and 64."),
+    ] = None,
     strategies: Annotated[str | None, typer.Option(help="Names of strategies, such as allreduce,adpsgd.")] = None,
     price: Annotated[float | None, typer.Option(help="Price of one device for an hour.")] = None,
     model: Annotated[str | None, typer.Option(help="A published model in place of a recipe: ibm.")] = None,
     hours: Annotated[float, typer.Option(help="Hours of speech in an epoch of --model.", min=0.001)] = 2000.0,
     explain: Annotated[bool, typer.Option("--explain", help="Say what the columns mean and what is assumed.")] = False,
+    crossings: Annotated[bool, typer.Option(help="Look for crossing points, which takes most of the time.")] = True,
     output: Annotated[Path | None, typer.Option(help="A CSV file for the table.")] = None,
     published: Annotated[bool, typer.Option("--published", help="Print published hours and predictions.")] = False,
 ) -> None:
@@ -147,7 +151,7 @@ def plan(
     from starling.experiment.task import load_recipe
 
     given: dict[str, Any] = {"preset": preset, "cluster": cluster, "price": price}
-    given |= {"learners": learners, "strategies": strategies}
+    given |= {"learners": learners, "strategies": strategies, "crossings": crossings}
     if model is not None:
         if ignored := [*filter(None, (recipe, profile)), *(overrides or ())]:
             raise ConfigError(
@@ -156,12 +160,12 @@ def plan(
             )
         found = plan_model(model, hours, progress_console(), **given)
     elif recipe is None:
-        raise ConfigError("plan: name a recipe, such as demo, or ask for --published")
+        raise ConfigError("plan: name a recipe, such as demo, or --model ibm, or ask for --published")
     else:
         most = [] if learners is None else [f"learners={max(numbers_of(learners))}"]  # whom stragglers may name
         loaded = load_recipe(Path(recipe), [*most, *(overrides or ())], command="starling plan")
         found = plan_recipe(*loaded, progress_console(), profile=profile, **given)
-    show_plan(*found, typer.echo, explain, output)
+    show_plan(*found, typer.echo, explain, output, crossings)
 
 
 @app.command(epilog="Example: [bold]starling audit exp/demo[/bold]")

@@ -38,6 +38,7 @@ from starling.predict.measure import fit_compute, fit_link, gradient_times
 from starling.predict.plan import TIE, Plan, plan, ranked, read_cluster
 from starling.predict.predict import WORTH, Arm, Machines, Prediction, bisect, simulate
 from starling.strategies import NoOptions
+from starling.toy import regression
 from starling.training.speeds import Stragglers
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "published-hours.md"
@@ -597,3 +598,18 @@ def test_the_memory_of_a_process_is_its_own_and_not_that_of_the_one_which_starte
     large[:: 1 << 12] = b"1" * len(large[:: 1 << 12])  # each page is in memory
     found = int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
     assert 50 * MEGABYTE < found < len(large)
+
+
+def test_a_simulation_has_each_learners_counters_and_refuses_learners_that_do_not_exist() -> None:
+    """Of 96 mini-batches, a learner that is ten times slower makes fewer; its stale gradients are counted."""
+    job = replace(regression("adpsgd", pattern="ring"), stragglers=Stragglers(slow={3: 10.0}))
+    found = starling.simulate(job, learners=4, cluster={"compute": {"seconds": 0.5}})
+    stats = found.stats()
+    assert sum(each.steps for each in stats.values()) == 96
+    assert stats[3].steps < stats[0].steps
+    assert sum(stats[0].staleness.values()) == stats[0].steps and stats[0].seconds_computing <= found.seconds
+    assert repr(found) == f"<adpsgd with 4 learners, {found.seconds:.4g} simulated seconds>"
+    with pytest.raises(ConfigError, match="there is no learner 3; the 2 learners count from 0"):
+        starling.simulate(job, learners=2)
+    with pytest.raises(ConfigError, match="compute"):
+        starling.simulate(job, learners=4, cluster={"computing": {"seconds": 0.5}})

@@ -180,6 +180,7 @@ def test_scoring_takes_a_twentieth_of_the_time_at_most(tree: Tree) -> None:
         first = write(folder, 1)
         validation.saved(first)
         assert lines.get(timeout=60).startswith("after epoch 1, test: %WER")
+        assert lines.get(timeout=60) == "scoring test took 1 min 40 s, so it is not scored for the next 31 min 40 s"
         assert first.is_dir()
         assert choice(second_end) == ""
         second = write(folder, 2)

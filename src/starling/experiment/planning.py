@@ -39,7 +39,9 @@ TELL_EVERY = 10.0
 """Seconds between two lines of progress without a terminal."""
 POOR = 1.0
 """Relative error of the last validation above which a plan recommends nothing."""
-NO_RECOMMENDATION = "no strategy is recommended, because predictions were far off; profile again on idle machines"
+NO_RECOMMENDATION = (
+    "no strategy is recommended, because such predictions were far off; a profile of idle machines may be better"
+)
 GRADIENTS = 40
 """Number of gradients that the lone learner measures; each validation computes as many for each of its two learners."""
 MEANS = 8
@@ -206,17 +208,23 @@ def plan_model(
     return found, budget
 
 
-def show_plan(found: Plan, budget: Budget, tell: Say, explain: bool, output: Path | None) -> None:
+def show_plan(
+    found: Plan, budget: Budget, tell: Say, explain: bool, output: Path | None, crossings: bool = True
+) -> None:
     """Print a plan, and write its table to `output`."""
     is_trusted = found.error is None or found.error <= POOR
-    is_choice = len({str(row) for row in found.rows}) > 1
+    is_choice = len({str(row) for row in found.rows}) > 1 and found.recommended.learners > 1
     if is_choice:
         tell(f"recommended: {found.recommended}" if is_trusted else NO_RECOMMENDATION)
     for line in found.reason if is_trusted or not is_choice else found.reason[-1:]:
         tell(f"{'  ' * is_choice}{line}")
     output_console = Console()
-    output_console.print(plan_table(found, budget, output_console.width, is_trusted))
-    for line in _lines(found, explain):
+    output_console.print(table := plan_table(found, budget, output_console.width, is_trusted))
+    if hidden := [
+        name for name in ("wait", "exchange", "stale") if name not in {each.header for each in table.columns}
+    ]:
+        tell(f"a wider terminal also shows: {', '.join(hidden)}")
+    for line in _lines(found, explain, crossings):
         tell(line)
     if output is not None:
         found.write_csv(output)
@@ -314,12 +322,12 @@ def _short(number: float) -> str:
     return f"{number:.3g}" if number < 1000.0 else f"{number:,.0f}"
 
 
-def _lines(plan: Plan, explains: bool) -> Iterator[str]:
+def _lines(plan: Plan, explains: bool, crossings: bool = True) -> Iterator[str]:
     """The lines below the table; with `explains`, also what the columns mean and what was assumed."""
     if plan.crossings:
         yield f"crossing points (another strategy makes more progress, by more than {TIE:.0%}):"
         yield from (f"  {crossing}" for crossing in plan.crossings)
-    else:
+    elif crossings:
         yield "crossing points: none within 1,000 times the bandwidth and 100 times the slowness"
     if not explains:
         yield from (f"note: {note}" for note in plan.notes if re.search("left out|rank of|^warning", note))

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -19,10 +20,11 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from starling.checkpoint.reader import load
 from starling.checkpoint.state import LearnerState
 from starling.checkpoint.writer import mean_of_buffers
+from starling.configuration import checked
 from starling.consensus import consensus
 from starling.engines.virtual.cluster import Cluster
 from starling.engines.virtual.engine import Outcome, VirtualEngine
-from starling.errors import Stopped
+from starling.errors import ConfigError, Stopped
 from starling.events import Events
 from starling.experiment.auto import kept, settled, simulated_choice
 from starling.experiment.claim import resolve_resume, set_up_and_claim
@@ -61,6 +63,7 @@ class LearnerStats:
     bytes_sent: int
     """Number of bytes that the learner has sent to other learners."""
     seconds_computing: float
+    """Time spent on gradients and steps."""
     seconds_waiting: float
     """Time spent waiting for other learners."""
 
@@ -118,7 +121,9 @@ class Simulated:
         return float(f"{mean_loss(self.model(), self.job.workload):.{digits}g}")
 
 
-def simulate(job: Job, learners: int, cluster: Cluster | None = None, threads: int = 1) -> Simulated:
+def simulate(
+    job: Job, learners: int, cluster: Cluster | Mapping[str, Any] | None = None, threads: int = 1
+) -> Simulated:
     """Train a job with `learners` virtual learners in this process, on a simulated cluster and clock.
 
     The gradients are real, and the same seed gives the same run. The job's functions need not be importable, and no
@@ -127,11 +132,13 @@ def simulate(job: Job, learners: int, cluster: Cluster | None = None, threads: i
     Args:
         job: What to train, how, and for how long.
         learners: The number of virtual learners.
-        cluster: The speeds of machines and links; None uses the default of `starling.Cluster`.
+        cluster: The speeds of machines and links, also as a mapping with the keys of a recipe's `cluster` section; None
+            uses the default of `starling.Cluster`.
         threads: The number of threads with which torch computes. More help only with large models on an idle machine,
             and may change the last digits of the results.
 
     Raises:
+        ConfigError: The job names learners that do not exist, or the cluster is wrong.
         Deadlock: All learners wait for each other.
         PeerLost: The job cannot continue without the learners that its faults kill.
 
@@ -141,6 +148,11 @@ def simulate(job: Job, learners: int, cluster: Cluster | None = None, threads: i
         >>> run.loss(), run.stats()[0].steps
         (0.01, 24)
     """
+    shares = () if job.batch_shares == "auto" else job.batch_shares
+    if unknown := {*job.stragglers.slow, *shares} - set(range(learners)):
+        raise ConfigError(f"simulate: there is no learner {max(unknown)}; the {learners} learners count from 0")
+    if isinstance(cluster, Mapping):
+        cluster = checked(Cluster, cluster, "simulate", "cluster.")
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

@@ -493,7 +493,7 @@ def _reason(chosen: Forecast, second: Forecast | None, costs: Costs) -> tuple[st
         f"{chosen} with {chosen.learners} learner{'s' * (chosen.learners > 1)}: {hours:.3g} {unit}{interval}; learners "
         f"compute {chosen.computing:.0%} of the time, mean staleness {chosen.staleness_mean:.2g}"
     )
-    if second is None:
+    if second is None or chosen.learners == 1:
         behind = ""
     else:
         ratio = second.hours_per_epoch / chosen.hours_per_epoch
@@ -510,5 +510,6 @@ def _reason(chosen: Forecast, second: Forecast | None, costs: Costs) -> tuple[st
         )
     else:
         error, against = costs.validation.error, costs.validation.against
-        trust = f"at the last validation, predictions were at most {error:.0%} off ({against})"
+        when = "at the last validation, " if costs.measured is not None else "with this preset, "
+        trust = f"{when}predictions were at most {error:.0%} off ({against})"
     return tuple(line for line in (first, behind, trust) if line)

@@ -148,9 +148,9 @@ class JoinedLearner(AbstractContextManager["JoinedLearner"]):
 
     @property
     def newest_save(self) -> int | None:
-        """The number of the newest checkpoint that this learner has saved, or from which it resumed; None if there is
-        none. The checkpoint is complete once all learners have saved it. With numbers of epochs, a resumed loop
-        continues with the next one."""
+        """The number of the newest checkpoint that this learner has saved, from which it resumed, or that others had
+        begun to save when it joined; None if there is none. The checkpoint is complete once all learners have saved it.
+        With numbers of epochs, a resumed loop continues with the next one."""
         return self._run.newest_save if self._run.newest_save >= 0 else None
 
     def step(self, scaler: GradScaler | None = None, *, optimizer: Optimizer | None = None) -> None:

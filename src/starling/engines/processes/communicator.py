@@ -430,7 +430,8 @@ class ConnectedLearner(ReplicaLearner):
 
     def warn_of_few_rounds(self) -> None:
         """Warn at the end of the run if this learner made too few averaging rounds."""
-        if self._background is not None and self.world > 1 and (complaint := self.rounds.complaint()):
+        averages = self._background is not None and self.world > 1 and not self.is_served
+        if averages and (complaint := self.rounds.complaint()):
             warnings.warn(f"learner {self.peers.rank} {complaint}", RuntimeWarning, stacklevel=2)
 
     def end_rounds(self) -> None:
