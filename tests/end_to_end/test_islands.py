@@ -96,7 +96,7 @@ def test_a_plan_of_islands_tells_the_memory_of_a_rank(kind: str, tree: dict[str,
     options = ("--preset", "v100-2019", "--strategies", "adpsgd,hogwild")
     run = starling(tmp_path, "plan", written(tree, tmp_path), *keys, *options)
     assert run.returncode == 0, run.stderr
-    assert re.search(r"recommended: adpsgd", run.stdout)
+    assert re.search(r"^adpsgd with 4 learners: ", run.stdout)
     assert re.search(r"hogwild .*left out: .*keeps its model outside the learners", run.stdout)
     found = re.search(r"a rank of an island of 2 is predicted to hold .*: weights .* activations", run.stdout)
     assert found, run.stdout

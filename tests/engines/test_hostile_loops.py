@@ -251,3 +251,33 @@ def test_unequal_ends_are_finished_or_named(coroutine: str, more: int, is_finish
         assert is_trained(run(asked, tmp_path))
     else:
         run(asked, tmp_path, r"learner \d .* after \d+ steps, but learner \d")
+
+
+RAISES = """
+import torch, starling
+
+def train(learner):
+    for step in range(40):
+        model(torch.ones(8, 4)).mean().backward()
+        learner.step()
+        if step == 20 and learner.rank == 0:
+            raise ValueError("my bug")
+
+model = torch.nn.Linear(4, 1)
+with starling.join(model, torch.optim.SGD(model.parameters(), lr=0.01), "adpsgd") as learner:
+    train(learner)
+"""
+
+
+def test_the_traceback_of_a_loop_s_own_error_has_the_loop_s_own_frames_only(tmp_path: Path) -> None:
+    """And not the wait of the background that the error has ended."""
+    script = tmp_path / "raises.py"
+    script.write_text(RAISES, encoding="utf-8")
+    with start_learners([sys.executable, str(script)], 2, tmp_path) as started:
+        code, said = started.end(0)
+        assert "PeerLost: learner 1 lost learner 0" in started.end(1)[1]
+    assert code == 1 and "ValueError: my bug" in said
+    frames = [line for line in said.splitlines() if 'File "' in line]
+    assert sum("raises.py" in line for line in frames) == 2
+    assert not [line for line in frames if "starling/engines" in line]
+    assert "During handling of the above exception" not in said

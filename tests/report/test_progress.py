@@ -83,7 +83,9 @@ def test_an_epoch_is_one_line_for_all_learners() -> None:
         "epoch 1 ended after 10.0 s: loss 3.2500, lr 0.02, computing 87 % (learner 1: 71 %), waiting 13 % for data, "
         "0 % for peers, 1.00 rounds per gradient, staleness 2.0 (at most 3)"
     )
-    assert advised == "learner 1 waits for data 29 % of its time: raise batches.num_workers if cores are idle"
+    assert (
+        advised == "in epoch 1, learner 1 waited for data 29 % of its time: raise batches.num_workers if cores are idle"
+    )
 
 
 def test_what_servers_count_is_in_the_line_of_an_epoch_and_their_time_is_not() -> None:

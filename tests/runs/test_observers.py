@@ -103,7 +103,7 @@ def test_a_log_gives_each_piece_of_advice_once() -> None:
     lines = text.getvalue().splitlines()
     assert [line.partition(":")[0] for line in lines] == [
         "(1/2) epoch 1 ended",
-        "learner 1 waits for data 40 % of its time",
+        "in epoch 1, learner 1 waited for data 40 % of its time",
         "(1/2) epoch 2 ended",
         "(1/2) epoch 3 ended",
     ]

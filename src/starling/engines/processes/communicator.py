@@ -379,6 +379,7 @@ class ConnectedLearner(ReplicaLearner):
                 pass
             except BaseException as error:
                 self.fail(error)
+                self.release.restore(error)
 
         # a daemon, because it must not keep a failed learner alive
         self.order.share()

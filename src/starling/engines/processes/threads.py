@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import suppress
 from queue import Empty, SimpleQueue
+from types import TracebackType
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -114,6 +115,7 @@ class Release:
 
     def __init__(self) -> None:
         self._failed: Future[Any] = Future()
+        self._traceback: TracebackType | None = None
 
     @property
     def error(self) -> BaseException | None:
@@ -122,8 +124,10 @@ class Release:
 
     def fail(self, error: BaseException) -> None:
         """End all waits with `error`, or with the error of an earlier call. Any thread may call this method."""
+        traceback = error.__traceback__
         with suppress(InvalidStateError):
             self._failed.set_exception(error)
+            self._traceback = traceback
 
     def check(self) -> None:
         """Raise the error that was passed to `fail`, if any."""
@@ -133,6 +137,11 @@ class Release:
                 raise error
             finally:
                 error.__context__ = context  # and not the wait that this error has ended
+
+    def restore(self, error: BaseException) -> None:
+        """Let the traceback of an error end where the error was passed to `fail`, and not in a wait that it ended."""
+        if error is self.error:
+            error.__traceback__ = self._traceback
 
     def wait(self, work: "Future[T]") -> T:
         """Wait for the result of `work`, and return it. Raises the error that was passed to `fail` before or during the
