@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -201,10 +201,30 @@ def test_the_score_is_the_first_on_the_card_and_utterances_name_their_decoding()
     """With each set and search; the model of tied states has no greedy decoding."""
     beam = replace(evidence().sets[0], folder="decode/beam", wer=3.5, utterances=())
     page = render([evidence(sets=(*evidence().sets, beam)), evidence(loss_unit="frame", sets=())], "today")
-    first = '<td>demo</td><td class="text" data-of="WER"><b>4.0 %</b> on test, <b>3.5 %</b> on test (decode/beam)</td>'
-    assert first in page and '<td class="text" data-of="WER">–</td>' in page
-    assert "<h3>demo, test: best, median and worst (greedy decoding)</h3>" in page
+    scores = "<b>4.0&nbsp;%</b> on test (greedy), <b>3.5&nbsp;%</b> on test (beam search)"
+    assert (
+        f'<td>demo</td><td class="text" data-of="WER">{scores}</td>' in page
+        and '<td class="text" data-of="WER">–</td>' in page
+    )
+    assert "<h3>demo, test: best and worst (greedy decoding)</h3>" in page
+    assert "<h3>Most frequent errors of demo on test (beam search)</h3>" in page
+    assert "<b>4.0&nbsp;%</b> on test</td>" in render([evidence()], "today")
     assert "greedy" not in render([evidence(loss_unit="frame")], "today")
+
+
+def test_utterances_without_errors_are_among_the_best() -> None:
+    """Whichever place they have in the order of a set that was recognised well."""
+    (scored,) = evidence().sets
+    ranks: tuple[Literal["best", "median", "worst"], ...] = ("best", "median", "worst")
+    for errors, title, shown in (
+        ((0, 0, 0), "all without errors", ["best"] * 3),
+        ((0, 0, 1), "best and worst", ["best", "best", "worst"]),
+        ((1, 1, 2), "best, median and worst", [*ranks]),
+    ):
+        utterances = tuple(Utterance(rank, rank, wrong, 3, ()) for rank, wrong in zip(ranks, errors, strict=True))
+        page = render([evidence(sets=(replace(scored, utterances=utterances),))], "today")
+        assert f"<h3>demo, test: {title} (greedy decoding)</h3>" in page
+        assert re.findall(r'class="utterance"><div><b>(.*?)</b>', page) == shown
 
 
 def test_distances_of_the_end_and_single_ones_are_not_drawn() -> None:

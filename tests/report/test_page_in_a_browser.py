@@ -206,6 +206,57 @@ def test_a_telephone_needs_no_mouse(browser: Browser, outcomes: Path) -> None:
 
 
 @pytest.fixture(scope="module")
+def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page about a run that was scored in two ways and made no error in the end, and one that was stopped."""
+    (greedy,) = evidence().sets
+    sets = (greedy, replace(greedy, folder="decode/beam", interval=(10.25, 17.31), utterances=()))
+    ends = [{"time": 14.0, "kind": "validation", "set": "dev", "step": 8, "epochs": 2, "wer": 0.0}]
+    long = tuple(replace(stretch(0, place), end=150.0 * (place + 1), seconds=150.0) for place in range(4))
+    stopped = "stopped by SIGINT, saved exp/tt/checkpoints/step-00000592 (exit code 130)"
+    experiments = [
+        evidence(
+            label="mine", events=[*events(), *ends], sets=sets, stretches=long, strategy="adpsgd (pattern=random)"
+        ),
+        evidence(label="tt", outcome=stopped, sets=(), strategy="allreduce"),
+    ]
+    path = tmp_path_factory.mktemp("scored") / "page.html"
+    path.write_text(render(experiments, "today"), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("width", [400, 800, 1100, 1400])
+def test_no_table_is_cut_off_and_no_value_is_broken(width: int, browser: Browser, scored: Path) -> None:
+    """Wide tables use the whole window or become cards; a number stays with its unit."""
+    context = browser.new_context(viewport={"width": width, "height": 900})
+    visit = Visit(context.new_page(), scored)
+    tables = visit.page.evaluate("[...document.querySelectorAll('.scroll')].map(e => [e.scrollWidth, e.clientWidth])")
+    assert len(tables) >= 4 and all(content <= shown for content, shown in tables)
+    rows = visit.page.locator(".cards td:not(.text, :first-child)").evaluate_all("""cells => cells.map(cell => {
+      const range = document.createRange();
+      range.selectNodeContents(cell);
+      return [cell.innerText, new Set([...range.getClientRects()].map(box => Math.round(box.top))).size];
+    })""")
+    assert len(rows) > 20 and [text for text, count in rows if count != 1] == []
+    assert layout_problems(visit.page) == []
+    visit.page.set_viewport_size({"width": min(width, 718), "height": 900})  # as wide as A4 without margins
+    visit.page.emulate_media(media="print")
+    tables = visit.page.evaluate("[...document.querySelectorAll('.scroll')].map(e => [e.scrollWidth, e.clientWidth])")
+    assert all(content <= shown for content, shown in tables)
+    context.close()
+
+
+def test_error_rates_of_0_are_seen_whole_and_the_tool_bar_has_no_ground(browser: Browser, scored: Path) -> None:
+    """The axis begins a little below 0; the tool bar of a figure is as light or dark as the page."""
+    context = browser.new_context(viewport={"width": 1100, "height": 900})
+    visit = Visit(context.new_page(), scored)
+    low, high = visit.page.evaluate("document.getElementById('validation').layout.yaxis.range")
+    assert -0.2 * high < low < -0.02 * high
+    grounds = "[...document.querySelectorAll('.modebar-group')].map(e => getComputedStyle(e).backgroundColor)"
+    assert set(visit.page.evaluate(grounds)) == {"rgba(0, 0, 0, 0)"}
+    context.close()
+
+
+@pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page about a run that went well, of so many mini-batches that each is thinner than a pixel, one that failed,
     and one that was resumed."""

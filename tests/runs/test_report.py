@@ -104,12 +104,13 @@ def test_the_page_of_a_simulation_is_complete(flock: Path, tmp_path: Path) -> No
     """It has figures, scores, commands and environment; what simulations lack is a sentence."""
     page = report(flock, tmp_path / "page.html").path.read_text(encoding="utf-8")
     assert set(re.findall(r'class="plot" id="([\w-]+)"', page)) == {"time", "samples", "timeline-0"}
-    assert "All gradients were computed at the newest weights: their staleness is 0." in page
-    assert "Simulations score no valid set while they train." in page
-    assert "Under allreduce, all learners have the same weights." in page
+    assert "No staleness above 0: all gradients were computed at the newest weights." in page
+    assert "No WER by epoch: simulations score no valid set while they train." in page
+    assert "No consensus distance is drawn: allreduce keeps learners&#39; weights equal." in page
     summary = (flock / "decode" / "wer-summary-test.txt").read_text(encoding="utf-8")
     wer, low, high = re.findall(r"%WER (\S+) .*interval (\S+) - (\S+)", summary)[0]
-    assert f"<td>{wer} %</td><td>{low} – {high} %</td>" in page
+    assert f'<td data-of="WER"><span class="whole">{wer} %</span></td>' in page
+    assert f'<span class="whole">{low} – {high} %</span>' in page
     assert page.count("<audio ") == 6
     assert "torch 2" in page and "0.5" in page
 

@@ -109,11 +109,11 @@ def collect(folder: ExperimentFolder, label: str) -> Evidence:
         missing=missing,
     )
     drawn_from = "The loss is drawn from its TensorBoard curves or its epochs: it has no record of times."
-    no_scores = "Simulations score no valid set while they train." if is_virtual else None
-    one_model = f"Under {strategy}, all learners have the same weights." if has_one_model else None
+    no_scores = "No WER by epoch: simulations score no valid set while they train." if is_virtual else None
+    one_model = f"No consensus distance is drawn: {strategy} keeps learners' weights equal." if has_one_model else None
     parts: Sequence[tuple[Section, bool, str]] = (
         ("training", bool(found.curve and stretches), drawn_from if found.curve else "No training loss was recorded."),
-        ("validation", bool(found.validations), no_scores or "No model was scored while it trained."),
+        ("validation", bool(found.validations), no_scores or "No WER by epoch: no model was scored during training."),
         (
             "timeline",
             bool(stretches),
@@ -122,14 +122,14 @@ def collect(folder: ExperimentFolder, label: str) -> Evidence:
         (
             "staleness",
             any(found.staleness[1:]),
-            "All gradients were computed at the newest weights: their staleness is 0."
+            "No staleness above 0: all gradients were computed at the newest weights."
             if found.staleness
             else "No staleness was recorded.",
         ),
         (
             "consensus",
             bool(found.distances) and not has_one_model,
-            one_model or "Fewer than two consensus distances above 0 were recorded before the end.",
+            one_model or "No consensus distance is drawn: fewer than two above 0 were recorded before the end.",
         ),
         ("events", bool(events), "The run recorded no events (log/events.jsonl)."),
     )

@@ -112,7 +112,7 @@ def validation(experiments: Sequence[Evidence]) -> go.Figure:
     """Word error rate on the set that is scored during training, epoch by epoch."""
     names = {str(each["set"]) for one in experiments for each in newest(one.events, "validation") if "set" in each}
     drawing = _Drawing("epochs", f"WER on {', '.join(sorted(names))}, %", experiments)
-    drawing.update_yaxes(rangemode="tozero")
+    drawing.update_yaxes(autorangeoptions={"include": [0, 1]})
     for each in experiments:
         drawing.line(each, each.validations, "lines+markers")
     return drawing
