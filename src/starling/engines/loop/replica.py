@@ -108,6 +108,7 @@ class LoopReplica(Replica):
         for member in members_of(optimizer):
             member._opt_called = True  # type: ignore[attr-defined]  # if only servers step, schedulers must not warn
         self.loop_version = 0
+        self._views = split(weights, parameters), split(self.loop, parameters)
         modules = [module for module in model.modules() if getattr(module, "sparse", False) is True]
         sparse = {id(each) for module in modules for each in module.parameters(recurse=False)}
         self._sparse = {number for number, each in enumerate(parameters) if id(each) in sparse}
@@ -155,11 +156,28 @@ class LoopReplica(Replica):
         with self._in_turn():
             if not is_own:
                 self._give_to_parameters(gradient)
-            self.loop.copy_(self.weights)  # does nothing if both are the same vector
-            self._step_optimizer(learning_rate_factor)
-            self.weights.copy_(self.loop)
+            with self._at_weights():
+                self._step_optimizer(learning_rate_factor)
             self._changed()
             return True
+
+    @contextmanager
+    def _at_weights(self) -> Generator[None, None, None]:
+        """Within this context, the parameters are views into the learner's weights, so that a step changes these and
+        only one copy is made afterwards."""
+        if self.loop is self.weights:
+            yield
+            return
+        for parameter, own in zip(self.parameters, self._views[0], strict=True):
+            parameter.data = own
+        try:
+            yield
+        finally:
+            for parameter, own, of_loop in zip(self.parameters, *self._views, strict=True):
+                if parameter.data_ptr() != own.data_ptr():  # the optimizer has reallocated it
+                    own.copy_(parameter.detach())
+                parameter.data = of_loop
+            self.loop.copy_(self.weights)
 
     def _changed(self) -> None:
         self.version += 1
