@@ -39,6 +39,7 @@ from starling.predict.plan import TIE, Plan, plan, ranked, read_cluster
 from starling.predict.predict import WORTH, Arm, Machines, Prediction, bisect, simulate
 from starling.strategies import NoOptions
 from starling.toy import regression
+from starling.training.faults import Kill
 from starling.training.speeds import Stragglers
 
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "published-hours.md"
@@ -608,8 +609,10 @@ def test_a_simulation_has_each_learners_counters_and_refuses_learners_that_do_no
     assert sum(each.steps for each in stats.values()) == 96
     assert stats[3].steps < stats[0].steps
     assert sum(stats[0].staleness.values()) == stats[0].steps and stats[0].seconds_computing <= found.seconds
-    assert repr(found) == f"<adpsgd with 4 learners, {found.seconds:.4g} simulated seconds>"
+    assert repr(found) == f"<adpsgd, 4 learners, {found.seconds:.4g} simulated seconds>"
     with pytest.raises(ConfigError, match="there is no learner 3; the 2 learners count from 0"):
         starling.simulate(job, learners=2)
+    with pytest.raises(ConfigError, match="there is no learner 9; the 4 learners count from 0"):
+        starling.simulate(replace(job, faults=(Kill(kill=9, at_step=3),)), learners=4)
     with pytest.raises(ConfigError, match="compute"):
         starling.simulate(job, learners=4, cluster={"computing": {"seconds": 0.5}})

@@ -24,7 +24,7 @@ from starling.experiment.train import train_quietly
 from starling.files import replace_file, writing
 from starling.predict.costs import JobFacts, Profile, Validation, dump, facts_of, memory_of
 from starling.predict.measure import MEASURE, WARM_UP, Figures, bare, profile_of
-from starling.predict.plan import NO_PERIODIC, TIE, Forecast, Plan, plan, unit_of, usual_strategies
+from starling.predict.plan import NO_PERIODIC, TIE, Forecast, Plan, plan, short, unit_of, usual_strategies
 from starling.predict.predict import Arm, Machines, run
 from starling.predict.published import EPOCHS, job_of
 from starling.recipe.run import RecipeConfig
@@ -220,10 +220,9 @@ def show_plan(
         tell(f"{'  ' * is_choice}{line}")
     output_console = Console()
     output_console.print(table := plan_table(found, budget, output_console.width, is_trusted))
-    if hidden := [
-        name for name in ("wait", "exchange", "stale") if name not in {each.header for each in table.columns}
-    ]:
-        tell(f"a wider terminal also shows: {', '.join(hidden)}")
+    shown = {str(each.header) for each in table.columns}
+    if hidden := [name for name in ("wait", "exchange", "MB/s", "stale") if name not in shown]:
+        tell(f"left out for want of room: {', '.join(hidden)}")
     for line in _lines(found, explain, crossings):
         tell(line)
     if output is not None:
@@ -281,20 +280,20 @@ def plan_table(plan: Plan, budget: Budget, width: int, is_trusted: bool) -> Tabl
     unit, per_hour = unit_of(max(row.hours for row in rows))
     columns: dict[str, Callable[[Forecast], str]] = {"strategy": str, "learners": lambda row: str(row.learners)}
     if is_wide:
-        columns[f"epoch, {unit}"] = lambda row: _short(per_hour * row.hours_per_epoch)
+        columns[f"epoch, {unit}"] = lambda row: short(per_hour * row.hours_per_epoch)
     if budget.minutes is not None and budget.epochs is None and budget.steps is None:
         columns["epochs"] = lambda row: f"{row.hours / row.hours_per_epoch:,.1f}"
     else:
         whole = "run" if budget.epochs in (None, 1) else f"{budget.epochs:g} epochs"
-        columns[f"{whole}, {unit}"] = lambda row: _short(per_hour * row.hours)
-        columns["interval"] = lambda row: f"{_short(per_hour * row.hours_low)} to {_short(per_hour * row.hours_high)}"
+        columns[f"{whole}, {unit}"] = lambda row: short(per_hour * row.hours)
+        columns["interval"] = lambda row: f"{short(per_hour * row.hours_low)} to {short(per_hour * row.hours_high)}"
     columns |= {
         "compute": lambda row: f"{row.computing:.0%}",
         "wait": lambda row: f"{row.waiting:.0%}",
         "exchange": lambda row: f"{row.exchanging:.0%}",
     }
     if is_wide:
-        columns["MB/s"] = lambda row: _short(row.megabytes_per_second)
+        columns["MB/s"] = lambda row: short(row.megabytes_per_second)
     columns["stale"] = lambda row: f"{row.staleness_mean:.2g}" + f" (≤ {row.staleness_95})" * is_wide
     if any(row.memory_gigabytes is not None for row in rows):
         columns["memory"] = lambda row: "" if row.memory_gigabytes is None else f"{row.memory_gigabytes:.2g} GB"
@@ -317,17 +316,12 @@ def plan_table(plan: Plan, budget: Budget, width: int, is_trusted: bool) -> Tabl
     return table
 
 
-def _short(number: float) -> str:
-    """A number in three digits, or in more if it is large."""
-    return f"{number:.3g}" if number < 1000.0 else f"{number:,.0f}"
-
-
 def _lines(plan: Plan, explains: bool, crossings: bool = True) -> Iterator[str]:
     """The lines below the table; with `explains`, also what the columns mean and what was assumed."""
     if plan.crossings:
         yield f"crossing points (another strategy makes more progress, by more than {TIE:.0%}):"
         yield from (f"  {crossing}" for crossing in plan.crossings)
-    elif crossings:
+    elif crossings and plan.recommended.learners > 1:
         yield "crossing points: none within 1,000 times the bandwidth and 100 times the slowness"
     if not explains:
         yield from (f"note: {note}" for note in plan.notes if re.search("left out|rank of|^warning", note))

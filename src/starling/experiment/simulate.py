@@ -80,8 +80,7 @@ class Simulated:
     """Each learner's report of each epoch."""
 
     def __repr__(self) -> str:
-        learners = len(self.outcome.states)
-        return f"<{self.job.strategy.name} with {learners} learners, {self.seconds:.4g} simulated seconds>"
+        return f"<{self.job.strategy.name}, {len(self.outcome.states)} learners, {self.seconds:.4g} simulated seconds>"
 
     def stats(self) -> dict[int, LearnerStats]:
         """The counters of each learner, by its number."""
@@ -149,7 +148,9 @@ def simulate(
         (0.01, 24)
     """
     shares = () if job.batch_shares == "auto" else job.batch_shares
-    if unknown := {*job.stragglers.slow, *shares} - set(range(learners)):
+    named = {*job.stragglers.slow, *shares, *(each.learner for each in job.stragglers.pauses)}
+    named |= {each.learner for each in job.faults if not isinstance(each, Split)}
+    if unknown := named - {*range(learners), *(each.join for each in job.faults if isinstance(each, Join))}:
         raise ConfigError(f"simulate: there is no learner {max(unknown)}; the {learners} learners count from 0")
     if isinstance(cluster, Mapping):
         cluster = checked(Cluster, cluster, "simulate", "cluster.")

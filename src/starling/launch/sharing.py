@@ -94,12 +94,12 @@ class Claims:
         return self._own is None or not self._outstanding(self._own)
 
     def returned(self) -> Parts:
-        """The parts of lost learners that nobody has taken."""
+        """Return the parts of lost learners that no other learner has taken yet."""
         return [part for _, part in self._returned()]
 
     def unfinished(self, number: int, epoch: int, parts: Parts) -> Parts:
-        """The parts of an epoch that no learner has finished, in pass `number` over `parts`, and those of lost
-        learners that nobody has taken."""
+        """Return the parts of an epoch that no learner has finished, in pass `number` over `parts`, and those of lost
+        learners that no other learner has taken yet."""
         found = self.returned()
         for _ in range(_TRIES):  # a learner may be about to record its claim
             if self._count("recorded") >= self._count("begun"):
@@ -122,7 +122,7 @@ class Claims:
             self._store.set(f"done/{self._own}", json.dumps([self._first, self._num_done]))
 
     def _returned(self) -> Iterator[tuple[int, Part]]:
-        """Yield the parts of lost learners that nobody has taken, with their numbers."""
+        """Yield the parts of lost learners that no other learner has taken yet, with their numbers."""
         if (present := self._membership()) != self._seen and present is not None:
             self._seen, names = present, self._names()
             newest = {name: number for number, name in names.items()}

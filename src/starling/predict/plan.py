@@ -484,13 +484,18 @@ def unit_of(hours: float) -> tuple[str, float]:
     return ("h", 1.0) if hours >= 1.0 else ("min", 60.0) if hours >= 1.0 / 60.0 else ("s", SECONDS_PER_HOUR)
 
 
+def short(number: float) -> str:
+    """Return a number in three digits, or in more if it is large."""
+    return f"{number:.3g}" if number < 1000.0 else f"{number:,.0f}"
+
+
 def _reason(chosen: Forecast, second: Forecast | None, costs: Costs) -> tuple[str, ...]:
     """Return the reason for the choice in three lines."""
     unit, per_hour = unit_of(chosen.hours)
-    hours, low, high = (per_hour * each for each in (chosen.hours, chosen.hours_low, chosen.hours_high))
-    interval = f" ({low:.3g} to {high:.3g} {unit})" if low < high else ""
+    hours, low, high = (short(per_hour * each) for each in (chosen.hours, chosen.hours_low, chosen.hours_high))
+    interval = f" ({low} to {high} {unit})" if chosen.hours_low < chosen.hours_high else ""
     first = (
-        f"{chosen} with {chosen.learners} learner{'s' * (chosen.learners > 1)}: {hours:.3g} {unit}{interval}; learners "
+        f"{chosen} with {chosen.learners} learner{'s' * (chosen.learners > 1)}: {hours} {unit}{interval}; learners "
         f"compute {chosen.computing:.0%} of the time, mean staleness {chosen.staleness_mean:.2g}"
     )
     if second is None or chosen.learners == 1:
