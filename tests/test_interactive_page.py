@@ -96,6 +96,13 @@ def test_the_page_fits_the_screen_and_no_timeline_is_blank(width: int, scheme: s
             assert num_inked(timeline, page, "g") > 0.1 * box["width"] * box["height"], what
 
 
+def test_a_resize_does_not_replace_an_address_that_was_just_entered(page: Page) -> None:
+    """The browser reports the new address only after it has reported the new size."""
+    what = "sgp,hadpsgd,4,3,0.03"
+    page.evaluate("what => { location.hash = what; dispatchEvent(new Event('resize')); }", what)
+    until_drawn(page, what)
+
+
 def test_every_strategy_is_drawn_with_a_bar_for_each_gradient(page: Page) -> None:
     """In each learner's row, as many as the run has; those of learner 0 are in their own colour while it is slower."""
     assert len(STRATEGIES) >= 14

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import starling
+from starling.engines.loop.learner import LoopLearner
 from starling.launch.link import Link, reported_errors
 from starling.training.flat import trainable
 from starling.workload import Ticket
@@ -145,9 +146,23 @@ def _misbehave(case: dict[str, Any], rank: int, step: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _begin_late() -> None:
+    """Let this process's strategies begin only some time after another learner has requested a consensus."""
+    proceed = LoopLearner._proceed
+
+    def proceed_late(learner: LoopLearner) -> None:
+        learner.peers.store.wait(["announced/0"])
+        time.sleep(0.2)  # for a contribution that does not wait; one that waits passes without it, too
+        proceed(learner)
+
+    LoopLearner._proceed = proceed_late  # type: ignore[method-assign]
+
+
 def main(cases: dict[str, Any], folder: Path) -> None:
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
+    if any(case.get("late") == rank for case in cases.values()):
+        _begin_late()
     for name, case in cases.items():
         outcome = run_troubled(rank, case) if case.get("troubled") else run(rank, case)
         save_file(outcome, folder / f"{name}-{rank}.safetensors")

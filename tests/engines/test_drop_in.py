@@ -227,6 +227,14 @@ def test_consensus_is_one_model_and_leaves_no_trace(name: str, world: int, joine
     assert all(0.0 <= float(each["level"]) <= world - 1 for each in outcomes)
 
 
+def test_a_consensus_waits_for_the_shards_of_a_learner_that_begins_late(tmp_path: Path) -> None:
+    """Learner 0 holds the model, and is still starting its strategy when learner 1 requests the mean."""
+    case = {"strategy": "aeasgd", "late": 0, "asks": 1, "steps": {"0": 0, "1": 0}}
+    run_learners(command({"late": case}, tmp_path), 2, tmp_path)
+    seen = load_file(tmp_path / "late-1.safetensors")
+    torch.testing.assert_close(seen["consensus"], seen["start"])
+
+
 @every_world
 def test_a_learning_rate_of_zero_conserves_the_mean(world: int, joined: Runner) -> None:
     """Averaging in the background and consensus never move the mean."""

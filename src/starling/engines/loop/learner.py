@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,8 @@ from starling.learner import Handle, LoopEnded, Shard
 from starling.training.shards import HeldShards, MakeOptimizer
 from starling.training.succession import Cuts
 from starling.workload import Position, Ticket
+
+T = TypeVar("T")
 
 _HEARD_SECONDS = 2.0
 """Time for which a learner waits until all other learners have received the reason why they cannot end together."""
@@ -62,6 +64,7 @@ class LoopLearner(ConnectedLearner):
         self._has_mixed = False  # whether the loop's own thread has changed the weights other than by a step
         self._before_rounds: dict[str, Tensor] = {}
         self._changed = threading.Condition()  # notified when there is an announcement or a failure
+        self._holds_shards = False  # whether the strategy holds all of its shards, if any
         self._coroutine = run.strategy.start(self, run.options)
         sync_groups = run.strategy.sync_groups(run.options, peers.world)
         super().__init__(peers, sync_groups, run.replica, run.seed, run.statistics, has_other_threads=peers.world > 1)
@@ -89,6 +92,7 @@ class LoopLearner(ConnectedLearner):
         if run.final is None:
             before = self.replica.version
             self._proceed()
+            self._begin_holding()
             self.own_shards.forget_saved()
             run.resumed = None
             if self.replica.version != before and not self.replica.adopts_changes_apart:
@@ -351,6 +355,17 @@ class LoopLearner(ConnectedLearner):
 
     # implementation
 
+    def _started(self, start: Callable[[], Handle[T]]) -> Handle[T]:
+        self._begin_holding()  # strategies communicate only after they have kept their shards
+        return super()._started(start)
+
+    def _begin_holding(self) -> None:
+        """Let this learner contribute its shards to a consensus."""
+        if not self._holds_shards:
+            with self._changed:
+                self._holds_shards = True
+                self._changed.notify_all()
+
     def _end_computing(self) -> None:
         """Adopt the loop's changes to the weights, and count the time for which the loop has computed."""
         self.replica.take_from_loop(self._me)
@@ -532,8 +547,12 @@ class LoopLearner(ConnectedLearner):
 
     def _contribution(self) -> tuple[Tensor, Tensor]:
         """Return this learner's contribution `[P + B]` to the consensus mean, and its own weights `[P]`."""
+        is_served = self._run.strategy.is_served
+        if is_served and self._run.final is None:
+            self._wait_until(lambda: self._holds_shards)
+            self.release.check()
         contribution, num_weights = self.replica.contribution(), len(self.replica.weights)
-        own, is_served = contribution[:num_weights].clone(), self._run.strategy.is_served
+        own = contribution[:num_weights].clone()
         if is_served and self.world > 1:  # the servers hold the model: each learner contributes only its shards
             contribution[:num_weights] = 0.0
         for shard in self.own_shards.held:
