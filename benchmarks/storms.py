@@ -31,7 +31,7 @@ STRATEGIES = {
     "decoupled": "{name: decoupled-diloco, every: 64, fragments: 2, overlap: 30, quorum: 2}",
     "decoupled-16": "{name: decoupled-diloco, every: 16, fragments: 2, overlap: 6, quorum: 2}",
     "decoupled-12": "{name: decoupled-diloco, every: 12, fragments: 1, overlap: 11}",
-    "decoupled-4": "{name: decoupled-diloco, every: 4, fragments: 1, overlap: 3, quorum: 2}",
+    "decoupled-4": "{name: decoupled-diloco, every: 4, fragments: 1, overlap: 3, quorum: 2, momentum: 0.6}",
     "adpsgd": "{name: adpsgd, max_lag: 64}",
 }
 """The strategies and their options. Real runs have the same, except `decoupled`."""

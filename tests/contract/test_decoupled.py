@@ -17,7 +17,7 @@ from starling.strategies import STRATEGIES
 from starling.strategies.decoupled_diloco import DecoupledOptions
 from starling.strategies.diloco import DiLoCoOptions
 from starling.strategies.parts import syncer
-from starling.training.faults import Fault, Join, Kill
+from starling.training.faults import Fault, Join, Kill, Pause
 from starling.training.job import Job
 from starling.training.speeds import Stragglers
 from tests.contract.cases import sgd
@@ -54,8 +54,8 @@ def events(
     gradient, theta = gradient_of_regression(), flat(TinyRegression().make_model()).double().numpy()
     size, period, learners = -(-len(theta) // num_fragments), every // num_fragments, range(len(SECONDS))
     pieces = [slice(first, min(first + size, len(theta))) for first in range(0, len(theta), size)]
-    velocity, merges = np.zeros(len(theta)), [0] * num_fragments
-    pushes: list[list[tuple[int, Vector]]] = [[] for _ in pieces]
+    velocity, merges, num_merged = np.zeros(len(theta)), [0] * num_fragments, [0] * num_fragments
+    pushes: list[list[tuple[int, int, Vector]]] = [[] for _ in pieces]  # learner, steps, change
     x, taken, steps = [theta.copy() for _ in learners], [theta.copy() for _ in learners], [0] * len(learners)
     known, pushed_at = [[0] * num_fragments for _ in learners], [[0] * num_fragments for _ in learners]
     under_way: list[tuple[int, int, Vector] | None] = [None] * len(learners)  # fragment, step of departure, x then
@@ -64,15 +64,16 @@ def events(
     def push(one: int, p: int) -> Vector:
         """Push a fragment, and return s, which is x without the error of the encoding."""
         change = sent_of(taken[one][pieces[p]] - x[one][pieces[p]])
-        pushes[p].append((steps[one] - pushed_at[one][p], change))
+        pushes[p].append((one, steps[one] - pushed_at[one][p], change))
         pushed_at[one][p] = steps[one]
         return taken[one][pieces[p]] - change
 
     def merge(p: int) -> None:
         if pushes[p]:
-            change = sum(n * each for n, each in pushes[p]) / sum(n for n, _ in pushes[p])
+            change = sum(n * each for _, n, each in pushes[p]) / sum(n for _, n, _ in pushes[p])
             velocity[pieces[p]] = beta * velocity[pieces[p]] + change
             theta[pieces[p]] -= rate * (change + beta * velocity[pieces[p]])
+        num_merged[p] = len({learner for learner, _, _ in pushes[p]})
         pushes[p].clear()
         merges[p] += 1
 
@@ -81,7 +82,10 @@ def events(
         if under_way[one] is None:
             return True
         p, _, sent = under_way[one]
-        if merges[p] == known[one][p] and len(pushes[p]) >= min(quorum, len(learners) - len(left)):
+        have_pushed, needed = {learner for learner, _, _ in pushes[p]}, min(quorum, len(learners) - len(left))
+        if merges[p] > known[one][p]:
+            needed = max(needed, num_merged[p])
+        if one in have_pushed and len(have_pushed) >= needed:
             merge(p)
         if merges[p] == known[one][p]:
             return False
@@ -144,6 +148,7 @@ def decoupled(learners: int = 3, **options: Any) -> Vector:
         {"every": 4, "rate": 0.7, "momentum": 0.9, "fragments": 2, "overlap": 1, "quorum": 3},
         {"every": 2, "rate": 0.3, "momentum": 0.6, "fragments": 1, "overlap": 0, "quorum": 1},
         {"every": 4, "rate": 0.3, "momentum": 0.6, "fragments": 2, "overlap": 2, "quorum": 1},
+        {"every": 4, "rate": 0.3, "momentum": 0.6, "fragments": 1, "overlap": 3, "quorum": 2},
     ],
     ids=str,
 )
@@ -190,11 +195,11 @@ def merged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 OPTIONS: dict[str, Any] = {"every": 6, "fragments": 2, "overlap": 2, "rate": 1.0, "momentum": 0.0, "quorum": 2}
 
 
-def counting(*faults: Fault, learners: int = 4, slow: float = 1.7, **options: Any) -> Outcome:
-    """60 steps, each of which moves all weights by the same."""
+def counting(*faults: Fault, learners: int = 4, slow: float = 1.7, steps: int = 60, **options: Any) -> Outcome:
+    """Steps, each of which moves all weights by the same."""
     strategy = STRATEGIES["decoupled-diloco"]
     job = Job(
-        ConstantGradient(7), strategy, Budget(steps=60), sgd(BY_ONE), options=DecoupledOptions(**OPTIONS | options),
+        ConstantGradient(7), strategy, Budget(steps=steps), sgd(BY_ONE), options=DecoupledOptions(**OPTIONS | options),
         faults=faults, seed=11, stragglers=Stragglers(slow={2: slow}),
     )  # fmt: skip
     cluster = CLUSTER.model_copy(update={"link": LinkModel(latency=0.05, bandwidth=1e9)})
@@ -241,6 +246,24 @@ def test_if_the_syncer_is_lost_another_learner_continues_with_the_mean(victims: 
         assert float(found.min()) > 60 / 4 - OPTIONS["every"] * len(victims) - 1.0
         assert float(found.max()) < 60.0 / (4 - len(victims)) + OPTIONS["every"]
     assert num_losses > 10 * len(victims)
+
+
+def test_a_learner_that_was_late_once_does_not_stay_a_merge_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the length of its pause: at most once it receives a fragment that lacks its own push."""
+    lacking: list[int] = []
+    answer = syncer.Syncer._answer
+
+    async def watched(self: syncer.Syncer, learner: int, asked: syncer.Report) -> list[Any]:
+        if learner in self._waiting[asked.fragment]:
+            lacking.append(learner)
+        return await answer(self, learner, asked)
+
+    monkeypatch.setattr(syncer.Syncer, "_answer", watched)
+    for seconds in (2.1, 3.1, 4.1, 8.1):
+        lacking.clear()
+        pause = Pause(pause=3, at_seconds=4.5, seconds=seconds)
+        counting(pause, slow=1.0, steps=200, every=4, fragments=1, overlap=3)
+        assert len(lacking) <= 1, seconds
 
 
 def test_a_slow_learner_does_not_slow_down_the_others() -> None:

@@ -27,7 +27,7 @@ class DecoupledOptions(Config):
     overlap: int = Field(default=5, ge=0)
     """tau, the number of steps that a learner makes before it needs the merged fragment; at most H / P."""
     quorum: int | None = Field(default=None, ge=1)
-    """K, the number of pushes that a merge needs; null: half of the learners, rounded up."""
+    """K, the number of learners whose pushes a merge needs; null: half of the learners, rounded up."""
     compression: Encoded = "none"
     """C, the encoding of what learners push; theta is sent in float32."""
 
@@ -76,7 +76,7 @@ async def decoupled_diloco(me: Learner, options: DecoupledOptions) -> None:
                               s <- theta_(l,p) - D_l
         tau steps later:      ask for theta_p;  x_(l,p) <- theta_p + x_(l,p) - s;  theta_(l,p) <- theta_p
 
-        syncer, once K have pushed p, and one of them asks for it:
+        syncer, once K have pushed p, and one of these asks for it:
                               D = sum_l n_l D_l / sum_l n_l       over all that have pushed p since the last merge
                               v_p <- beta v_p + D
                               theta_p <- theta_p - eta (D + beta v_p)
@@ -85,9 +85,10 @@ async def decoupled_diloco(me: Learner, options: DecoupledOptions) -> None:
     `rate`, `momentum`, `quorum` and `overlap`; v initially 0; C the encoding, by default none. The error of an encoding
     stays in x_l, so the next push of the fragment contains it. A learner that asks for a fragment waits only if no
     merge has happened since it received that fragment last. A push that comes too late for a merge is part of the next
-    merge. So the time between the K-th push and the first request is the grace window: it needs no clock, and it ends
-    when waiting would cost a learner time. At the end, all learners push their remaining steps, which are merged
-    together, and adopt theta.
+    one. If as many learners have pushed again when the late learner asks, this merge happens at once, so that a learner
+    that was late once does not stay behind. The time between the K-th push and the first request is the grace window:
+    it needs no clock, and it ends when waiting would cost a learner time. At the end, all learners push their remaining
+    steps, which are merged together, and adopt theta.
 
     The syncer is learner 0, which also computes gradients. A checkpoint contains theta and v. If the syncer is lost,
     the next learner becomes the syncer: all learners continue with the mean of their weights, so the other learners

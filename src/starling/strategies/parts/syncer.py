@@ -2,7 +2,8 @@
 connection to it.
 
 A learner reports a push, which follows, or asks for a fragment. The syncer answers when it has merged the fragment
-since the learner received it last. At the end, a learner reports that it leaves, and asks for all fragments::
+since the learner received it last. If that merge lacks the learner's own push, and the pushes of as many learners wait
+again, it merges them first. At the end, a learner reports that it leaves, and asks for all fragments::
 
     learner                                       syncer
     report, difference                       ->
@@ -129,11 +130,10 @@ def _merge(optimizer: Any) -> None:
 class Syncer:
     """Keeps all fragments, and handles one message at a time. Merges count from 0 in each membership.
 
-    A fragment is merged when `quorum` pushes have arrived since its last merge, and a learner that has received that
-    merge asks for the fragment.
+    A fragment is merged when `quorum` learners have pushed it since its last merge, and one of them asks for it.
     """
 
-    DROPPED = ("_merges", "_num_waiting", "_pushing", "_asking", "_to_receive")
+    DROPPED = ("_merges", "_waiting", "_num_merged", "_pushing", "_asking", "_to_receive")
 
     def __init__(
         self,
@@ -149,7 +149,8 @@ class Syncer:
         kept = zip(fragments, self._loans, strict=True)
         self._shards = [me.shards.keep(fragment, loans.optimizer) for fragment, loans in kept]
         self._merges = [0] * len(fragments)
-        self._num_waiting = [0] * len(fragments)  # pushes since the last merge
+        self._waiting: list[set[int]] = [set() for _ in fragments]  # learners that have pushed since the last merge
+        self._num_merged = [0] * len(fragments)  # the number of such learners at the last merge
         self._pushing: dict[int, Report] = {}  # by learner; the difference is on its way
         self._asking: dict[int, Report] = {}  # by learner
         self._to_receive: dict[int, int] = {}  # by learner that has left: the fragments that it has not asked for
@@ -164,7 +165,7 @@ class Syncer:
             learner = await me.shards.first(expected)
             message = await expected.pop(learner)
             if learner in self._pushing:
-                await self._add(self._pushing.pop(learner), message)
+                await self._add(learner, self._pushing.pop(learner), message)
             else:
                 await self._read(learner, Report.decode(message))
             if learner in self._pushing:
@@ -198,8 +199,8 @@ class Syncer:
             if learner in self._to_receive:
                 self._to_receive[learner] -= 1
 
-    async def _add(self, report: Report, difference: Tensor) -> None:
-        """Add a push, unless it was added in an earlier membership."""
+    async def _add(self, learner: int, report: Report, difference: Tensor) -> None:
+        """Add a learner's push, unless it was added in an earlier membership."""
         loans, shard = self._loans[report.fragment], self._shards[report.fragment]
         if (age := loans.pay_back(report.loan)) is not None:
             loans.current.num_steps = report.num_steps
@@ -207,7 +208,7 @@ class Syncer:
                 piece = shard.piece
                 difference = self._encoding.decode(difference, piece.stop - piece.start)
             await shard.step(difference, report.step_metadata, [age])
-            self._num_waiting[report.fragment] += 1
+            self._waiting[report.fragment].add(learner)
 
     @property
     def _have_all_left(self) -> bool:
@@ -219,14 +220,19 @@ class Syncer:
         if learner in self._to_receive:
             return self._have_all_left
         num_needed = min(self._quorum, self._me.world - len(self._to_receive))
-        if self._merges[asked.fragment] == asked.num_merges and self._num_waiting[asked.fragment] >= num_needed:
+        waiting, is_newer = self._waiting[asked.fragment], self._merges[asked.fragment] > asked.num_merges
+        if is_newer:  # if the newer merge lacks this learner's push, another merge as large is better
+            num_needed = max(num_needed, self._num_merged[asked.fragment])
+        if learner in waiting and len(waiting) >= num_needed:
             await self._merge(asked.fragment)
-        return self._merges[asked.fragment] > asked.num_merges
+            return True
+        return is_newer
 
     async def _merge(self, fragment: int) -> None:
         await self._shards[fragment].change(_merge)
         self._merges[fragment] += 1
-        self._num_waiting[fragment] = 0
+        self._num_merged[fragment] = len(self._waiting[fragment])
+        self._waiting[fragment].clear()
 
     async def _answer(self, learner: int, asked: Report) -> list[Handle[None]]:
         """Start sending a learner the fragment that it has asked for."""
