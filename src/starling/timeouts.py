@@ -92,6 +92,8 @@ LOG_EVERY: Seconds = 5.0
 """The minimum interval between two progress lines in a learner's own log."""
 SCREEN_EVERY: Seconds = 60.0
 """Without a terminal, progress is printed if there was no line about all learners for this time."""
+EPOCH_EVERY: Seconds = 2.0
+"""The minimum interval between the lines of two epochs, after the first epochs."""
 SCORE_WAIT: Seconds = 5.0
 """How long a validation score waits for the next epoch line before it is printed on a separate line."""
 LOOK_EVERY: Seconds = 1.0

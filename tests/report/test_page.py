@@ -270,6 +270,14 @@ def test_the_loss_is_labelled_with_its_unit() -> None:
     assert both.layout.yaxis.title.text == "training loss"
 
 
+def test_losses_that_differ_much_have_a_logarithmic_axis() -> None:
+    """Otherwise the end of a long run would be a flat line; losses below zero have no logarithm."""
+    for last, kind in ((0.04, "log"), (1.0, None), (-0.1, None)):
+        curve = tuple(CurvePoint(place, place, float(place), loss) for place, loss in enumerate((3.0, last)))
+        for figure in (figures.loss_by_time, figures.loss_by_samples):
+            assert figure([evidence(curve=curve)]).layout.yaxis.type == kind
+
+
 def test_no_heading_is_empty_and_links_lead_to_the_others() -> None:
     """A row of a comparison has a loss curve and nothing else, and no sentences about what it lacks."""
     row = evidence(label="row", stretches=(), events=(), sets=())

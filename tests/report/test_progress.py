@@ -128,6 +128,19 @@ def test_advice_is_given_once_in_a_run() -> None:
     assert sum("num_workers" in line for line in screen.lines) == 1
 
 
+def test_many_short_epochs_are_not_all_printed() -> None:
+    """After the first ten, the newest is printed every other second, and each with a score."""
+    screen = Screen(1)
+    with screen.display as display:
+        for epoch in range(39):
+            screen.hear(end(0, epoch))
+            screen.now += 0.5
+            if epoch == 22:
+                display.scored(Score("dev", 12.5, 4.0, 1, 10, "%WER 12.50 [ 1 / 8 ]"))
+    told = [int(line.split()[1]) for line in screen.lines]
+    assert told == [*range(1, 11), 14, 18, 22, 24, 28, 32, 36, 39]
+
+
 def test_saved_checkpoints_are_told_no_more_often_than_epochs() -> None:
     """The first one at once, then one between two lines about all learners, and that of the end in any case."""
     screen = Screen(1)

@@ -98,7 +98,8 @@ def test_resuming_finds_the_newest_checkpoint(tree: Tree) -> None:
 
 
 def test_a_resume_with_another_strategy_or_number_of_learners_reports_the_consequences(tree: Tree) -> None:
-    """One line lists what has changed; there is none if each learner continues from its own state."""
+    """One line lists what has changed; there is none if each learner continues from its own state. Another says where
+    the run resumes."""
     recipe = check_recipe({**tree, "learners": 2, "strategy": "diloco"}, "r.yaml")
     claim_folder(recipe, print)
     save(recipe, Ticket(1, 0, 8))
@@ -111,7 +112,9 @@ def test_a_resume_with_another_strategy_or_number_of_learners_reports_the_conseq
     ):
         said: list[str] = []
         claim_folder(resolve_resume(SPEECH, check_recipe(given | changes, "r.yaml")), said.append)
-        assert len(said) == bool(expected) and all(expected in line for line in said)
+        *changed, place = said
+        assert len(changed) == bool(expected) and all(expected in line for line in changed)
+        assert place == f"resume: from {recipe.folder}/checkpoints/step-00000008, in epoch 2, after 8 mini-batches"
 
 
 def test_resuming_from_an_earlier_checkpoint_must_not_mix_two_runs(tree: Tree) -> None:

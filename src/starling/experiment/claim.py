@@ -153,6 +153,8 @@ def claim_folder(run: RunConfig, say: Callable[[str], None]) -> ExperimentFolder
                 f"resume: {changed}; all learners begin with the mean of its models, without what the strategy keeps "
                 "between steps"
             )
+        place = f"in epoch {position.next_ticket.epoch + 1}, after {position.num_done} mini-batches"
+        say(f"resume: from {run.resume}, {place}")
     with writing(folder.path):
         is_worth_keeping = any((path / MANIFEST).is_file() for path in folder.checkpoints.glob("[!.]*"))
         if is_worth_keeping and is_new and not run.overwrite:

@@ -20,7 +20,6 @@ from typing import Literal, Self
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Column, Table
-from rich.text import Text
 
 from starling.errors import ConfigError, DataError, PeerLost, ProtocolError, StarlingError
 from starling.events import VERSION, Events
@@ -33,7 +32,7 @@ from starling.launch.roster import LearnerRecord, LearnerState, Roster
 from starling.recipe.run import RunConfig
 from starling.reporting.epochs import SPENT, duration, merged, share
 from starling.reporting.goodput import goodput_of
-from starling.reporting.progress import Say, Stalls, say_on
+from starling.reporting.progress import Prose, Say, Stalls, say_on
 from starling.timeouts import ANSWER_EVERY, LOOK_EVERY, STATUS_FRESH
 
 _WIDTH = 120
@@ -100,7 +99,8 @@ class Following:
         self._thread.join()
         self._stage = "ended"
         self._exit_code, self._message = _ending(error, self.events.verdict)
-        how = "ended" if error is None and self.events.verdict else self._message
+        stopped = self._message.partition(", saved ")[0]  # the checkpoint has a line of its own
+        how = "ended" if error is None and self.events.verdict else stopped
         if error is not None and self._seconds is not None:
             how = f"trained, but not scored ({self._message})"
         self._sum_up(how)
@@ -165,9 +165,9 @@ class Following:
             title = f"{self._run.name}, {self._run.strategy.name}: {how}{training}{whole}"
             lines = [*_lines(roster, counts, self._stalls.ended, self._run)]
             if (goodput := goodput_of(roster, counts.num_computed or None)) is not None:
-                lines.append(Text(str(goodput)))
+                lines.append(Prose(str(goodput)))
                 self.events.write("goodput", ratio=goodput.ratio, **asdict(goodput))
-            summary = Group(Text(title), _table(roster, counts), *lines)
+            summary = Group(Prose(title), _table(roster, counts), *lines)
         self._print(self._console, summary)
         path = self._folder.log / "summary.txt"
         try:
@@ -243,7 +243,7 @@ def _table(roster: Roster, counts: Counts) -> Table:
     return table
 
 
-def _lines(roster: Roster, counts: Counts, waits: Sequence[str], run: RunConfig) -> Iterator[Text]:
+def _lines(roster: Roster, counts: Counts, waits: Sequence[str], run: RunConfig) -> Iterator[Prose]:
     """The lines below the table. `waits` are the lines about stalls that have ended."""
     lines = [f"lost {duration(each.at - roster.began_at)} after the start: {each.reason}" for each in roster.lost]
     joined = [str(each.learner_id) for each in roster.learners.values() if each.num_joins]
@@ -258,7 +258,7 @@ def _lines(roster: Roster, counts: Counts, waits: Sequence[str], run: RunConfig)
         lines.append(f"gradients that were not finite and left out: {num_not_finite}")
     lines += waits
     lines.append(f"checkpoints: {roster.num_saved}, the newest {roster.saved}" if roster.saved else "checkpoints: none")
-    return map(Text, lines)
+    return map(Prose, lines)
 
 
 def _became(learner: LearnerRecord) -> str:
@@ -368,7 +368,7 @@ def describe(status: Status, now: float, is_alive: bool) -> Group:
         lines.append("no checkpoint of this run yet")
     if status.stage != "ended" and status.message:
         lines.insert(0, status.message)
-    return Group(Text(_title(status, now, is_alive)), table, *(Text(line) for line in lines))
+    return Group(Prose(_title(status, now, is_alive)), table, *map(Prose, lines))
 
 
 def _title(status: Status, now: float, is_alive: bool) -> str:

@@ -28,7 +28,7 @@ from starling.predict.plan import NO_PERIODIC, TIE, Forecast, Plan, plan, short,
 from starling.predict.predict import Arm, Machines, run
 from starling.predict.published import EPOCHS, job_of
 from starling.recipe.run import RecipeConfig
-from starling.reporting.progress import Say, say_on
+from starling.reporting.progress import Say, say_on, wrapped
 from starling.strategies.islands import NO_ISLANDS
 from starling.training.job import Job
 from starling.training.speeds import Stragglers
@@ -211,14 +211,16 @@ def plan_model(
 def show_plan(
     found: Plan, budget: Budget, tell: Say, explain: bool, output: Path | None, crossings: bool = True
 ) -> None:
-    """Print a plan, and write its table to `output`."""
+    """Print a plan, and write its table to `output`. On a terminal, lines are wrapped."""
+    output_console = Console()
+    if output_console.is_terminal:
+        say, tell = tell, lambda line: say(wrapped(line, output_console.width))
     is_trusted = found.error is None or found.error <= POOR
     is_choice = len({str(row) for row in found.rows}) > 1 and found.recommended.learners > 1
     if is_choice:
         tell(f"recommended: {found.recommended}" if is_trusted else NO_RECOMMENDATION)
     for line in found.reason if is_trusted or not is_choice else found.reason[-1:]:
         tell(f"{'  ' * is_choice}{line}")
-    output_console = Console()
     output_console.print(table := plan_table(found, budget, output_console.width, is_trusted))
     shown = {str(each.header) for each in table.columns}
     if hidden := [name for name in ("wait", "exchange", "MB/s", "stale") if name not in shown]:

@@ -40,7 +40,7 @@ class Goodput:
         return {name: seconds / self.machines for name, seconds in {**known, "rest": rest}.items()}
 
     def __str__(self) -> str:
-        words = {"lost_work": "lost work", "entering": "starting and regrouping", "rest": "saving and the rest"}
+        words = {"entering": "starting and regrouping", "rest": "averaging, saving and the rest"}
         parts = (f"{words.get(name, name.replace('_', ' '))} {part:.1%}" for name, part in self.losses.items())
         return f"goodput {self.ratio:.1%} of {self.machines:.0f} s of machine time; {', '.join(parts)}".replace(
             "%", " %"

@@ -89,6 +89,7 @@ def loss_by_time(experiments: Sequence[Evidence], unit: str = "s") -> go.Figure:
     drawing = _Drawing(f"{_clock(shown)}, {unit}", _loss(shown), experiments)
     for each in shown:
         drawing.losses(each, each.curve, [(point.seconds or 0.0) / UNITS[unit] for point in each.curve])
+    drawing.scale_losses(shown)
     return drawing
 
 
@@ -105,6 +106,7 @@ def loss_by_samples(experiments: Sequence[Evidence]) -> go.Figure:
         drawing.buttons(
             {label: [{"x": own}, {"xaxis.title.text": f"{label} of all learners"}] for label, own in x.items()}
         )
+    drawing.scale_losses(shown)
     return drawing
 
 
@@ -286,6 +288,14 @@ class _Drawing(go.Figure):  # type: ignore[misc]
                 showlegend=False,
             )
         return every
+
+    def scale_losses(self, experiments: Sequence[Evidence]) -> None:
+        """Use a logarithmic axis if the losses are positive and the largest is more than ten times the smallest."""
+        losses = [point.loss for each in experiments for point in each.curve if math.isfinite(point.loss)]
+        if losses and 0.0 < 10.0 * min(losses) < max(losses):
+            tens = range(math.floor(math.log10(min(losses))), math.ceil(math.log10(max(losses))) + 1)
+            ticks = [digit * 10.0**ten for ten in tens for digit in (1, 2, 5)]
+            self.update_yaxes(type="log", tickvals=ticks, tickformat="~g")
 
     def buttons(self, arguments: Mapping[str, Sequence[Any]], method: str = "update") -> None:
         """Add buttons, each a label with the arguments of plotly's method."""

@@ -8,6 +8,7 @@ late learner, which takes part in the mean but is not waiting in it.
 from __future__ import annotations
 
 import math
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,11 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
 from rich.progress import Progress as ProgressBars
 from rich.table import Table
+from rich.text import Text
 
 from starling.engines.processes.stalls import Stall
 from starling.errors import some
@@ -27,10 +29,13 @@ from starling.events import Events
 from starling.launch.messages import LearnerMessage, Progress, Said, Saved
 from starling.launch.roster import LearnerRecord, LearnerState, Roster
 from starling.reporting.epochs import Advice, Score, duration, ended_epochs, merged, running_loss, share, time_left
-from starling.timeouts import DRAW_EVERY, SCORE_WAIT, SCREEN_EVERY, Seconds
+from starling.timeouts import DRAW_EVERY, EPOCH_EVERY, SCORE_WAIT, SCREEN_EVERY, Seconds
 
 Say = Callable[[str], None]
 """Prints a line."""
+EPOCH_LINES = 10
+"""Number of epochs of which each gets a line. Of later ones, only the newest within `EPOCH_EVERY` gets one, unless
+there is a score."""
 MAX_ROWS = 16
 """Largest number of learners in the table."""
 TIMES_AS_LONG = 10.0
@@ -64,6 +69,9 @@ class Display:
         self._score_at = 0.0
         self._has_told_saved = False
         """Whether a checkpoint was printed since the last line about all learners."""
+        self._epoch_line: str | None = None
+        """Line of the newest epoch if it has not been printed."""
+        self._epoch_told_at = -math.inf
         self._told_at = clock()
         """Time at which the last line about all learners was printed."""
         self._live: Live | None = None
@@ -110,12 +118,16 @@ class Display:
         with self._lock:
             for summary in ended_epochs(self._roster, self._last_epoch, is_over):
                 self._last_epoch = summary.epoch
-                self._tell(summary.line(self._score), "epoch", **summary.fields())
+                self._events.write("epoch", **summary.fields())
+                self._epoch_line = summary.line(self._score)
+                if summary.epoch < EPOCH_LINES or self._score is not None:
+                    self._tell_epoch()
                 self._score = None
-                self._has_told()
                 for end in sorted(summary.ends, key=lambda each: share(each.so_far, "computing")):
                     if line := self._advice.line(end):
                         self._tell(line, "advice", text=line)
+            if is_over or self._clock() - self._epoch_told_at >= EPOCH_EVERY:
+                self._tell_epoch()
 
     def lost(self, learner_id: int, reason: str) -> None:
         """Report a lost learner."""
@@ -161,6 +173,13 @@ class Display:
             self._print(_line(shown))
             self._has_told()
 
+    def _tell_epoch(self) -> None:
+        """Print the line of the newest epoch, if it has not been printed."""
+        if self._epoch_line is not None:
+            self._print(self._epoch_line)
+            self._epoch_line, self._epoch_told_at = None, self._clock()
+            self._has_told()
+
     def _tell_score(self) -> None:
         if self._score is not None:
             self._print(self._score.told)
@@ -200,6 +219,24 @@ class Display:
         if len(known) > MAX_ROWS:
             table.add_row("…", f"{len(known)} learners")
         return table
+
+
+@dataclass(frozen=True)
+class Prose:
+    """A line that is wrapped to the width of the console that prints it."""
+
+    line: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(wrapped(self.line, options.max_width))
+
+
+def wrapped(line: str, width: int) -> str:
+    """Wrap a line at spaces, but not between a number and `%`. Further lines are indented by two more spaces."""
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
+    return textwrap.fill(
+        line.replace(" %", "\xa0%"), width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    ).replace("\xa0", " ")
 
 
 def say_on(console: Console) -> Say:

@@ -343,7 +343,8 @@ class ConnectedLearner(ReplicaLearner):
         return weights_in(memory), memory[: 8 * num_counts].view(torch.int64).view(num_pieces, self.world)
 
     def apply(self, delta: Tensor, piece: slice | None = None) -> None:
-        self.replica.apply(delta, piece, in_round=self.is_behind)
+        if self.world > 1 or bool(delta.any()):  # a learner that averages with itself changes nothing
+            self.replica.apply(delta, piece, in_round=self.is_behind)
 
     def snapshot(self, piece: slice | None = None) -> Tensor:
         memory = None  # peers on this machine can read the copy of a piece without another copy
