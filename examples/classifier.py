@@ -55,7 +55,7 @@ def accuracy(model: nn.Module) -> float:
 def main(strategy: str, steps: int, autocast: bool) -> None:
     torch.set_num_threads(1)
     model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9, weight_decay=1e-4)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
     with starling.join(model, optimizer, strategy) as learner:  # changed: the other learners are there
         generator = torch.Generator().manual_seed(learner.rank)  # each learner has data of its own
