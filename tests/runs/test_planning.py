@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -153,7 +154,8 @@ def test_a_plan_has_hours_shares_bytes_and_cost_that_follow_from_the_closed_form
 
 def plan_of(strategies: list[str], **options: object) -> starling.Plan:
     measured = measured_profile()
-    return plan(profile=measured, learners=[4], strategies=strategies, crossings=False, **options)  # type: ignore[arg-type]
+    given = {"learners": [4], "crossings": False, **options}
+    return plan(profile=measured, strategies=strategies, **given)  # type: ignore[arg-type]
 
 
 def measured_profile(validation: Validation | None = None) -> Profile:
@@ -424,6 +426,15 @@ def test_a_plan_says_how_long_sending_takes_and_what_worth_would_make_two_strate
     ratio = second.hours / found.recommended.hours
     assert f"takes {ratio:.2f} times as long" in found.reason[1]
     assert f"equally if they count {ratio * found.recommended.worth:.2f})" in found.reason[1]
+
+
+def test_a_plan_for_several_numbers_of_learners_names_the_choice_for_each() -> None:
+    """The recommendation is that for the most."""
+    found = plan_of(["allreduce", "adpsgd"], learners=(2, 8, 4))
+    named = next(line for line in found.reason if line.startswith("for other numbers of learners: "))
+    assert found.recommended.learners == 8
+    assert [int(number) for number in re.findall(r" with (\d+) \(", named)] == [2, 4]
+    assert not any("for other numbers" in line for line in plan_of(["allreduce"], learners=(8,)).reason)
 
 
 def test_a_preset_is_distrusted_where_it_predicts_very_short_gradients() -> None:

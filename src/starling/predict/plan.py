@@ -254,8 +254,8 @@ class Plan:
     recommended: Forecast
     """Row that is recommended."""
     reason: tuple[str, ...]
-    """Lines that give the choice with its reason, the distance of the second choice, if there is one, and the
-    reliability of the prediction."""
+    """Lines that give the choice with its reason, the distance of the second choice, if there is one, the choices for
+    other numbers of learners, and the reliability of the prediction."""
     crossings: tuple[Crossing, ...]
     """Points at which one strategy becomes faster than another."""
     notes: tuple[str, ...]
@@ -355,7 +355,12 @@ def plan(
     return Plan(
         tuple(rows.values()),
         rows[chosen],
-        _reason(rows[chosen], rows[second] if second else None, machines.costs),
+        _reason(
+            rows[chosen],
+            rows[second] if second else None,
+            [rows[each.chosen] for each in decisions if each.tried and each is not largest],
+            machines.costs,
+        ),
         tuple(_crossings(machines, largest, say)) if crossings else (),
         (*notes, *_assumptions(machines)),
         None if machines.costs.validation is None else machines.costs.validation.error,
@@ -489,8 +494,8 @@ def short(number: float) -> str:
     return f"{number:.3g}" if number < 1000.0 else f"{number:,.0f}"
 
 
-def _reason(chosen: Forecast, second: Forecast | None, costs: Costs) -> tuple[str, ...]:
-    """Return the reason for the choice in three lines."""
+def _reason(chosen: Forecast, second: Forecast | None, others: Sequence[Forecast], costs: Costs) -> tuple[str, ...]:
+    """Return the reason for the choice in lines. `others` are the choices for other numbers of learners."""
     unit, per_hour = unit_of(chosen.hours)
     hours, low, high = (short(per_hour * each) for each in (chosen.hours, chosen.hours_low, chosen.hours_high))
     interval = f" ({low} to {high} {unit})" if chosen.hours_low < chosen.hours_high else ""
@@ -508,6 +513,7 @@ def _reason(chosen: Forecast, second: Forecast | None, costs: Costs) -> tuple[st
             f"they count {ratio * chosen.worth:.2f}): it waits {second.waiting:.0%} and exchanges "
             f"{second.exchanging:.0%} of the time, mean staleness {second.staleness_mean:.2g}"
         )
+    elsewhere = [f"{each} with {each.learners} ({short(per_hour * each.hours)} {unit})" for each in others]
     if costs.validation is None:
         trust = (
             "these predictions have not been validated on these machines; `starling profile` does so, and `starling "
@@ -517,4 +523,5 @@ def _reason(chosen: Forecast, second: Forecast | None, costs: Costs) -> tuple[st
         error, against = costs.validation.error, costs.validation.against
         when = "at the last validation, " if costs.measured is not None else "with this preset, "
         trust = f"{when}predictions were at most {error:.0%} off ({against})"
-    return tuple(line for line in (first, behind, trust) if line)
+    fewer = f"for other numbers of learners: {', '.join(elsewhere)}" if elsewhere else ""
+    return tuple(line for line in (first, behind, fewer, trust) if line)
