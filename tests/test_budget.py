@@ -1,19 +1,21 @@
 """The shared budget and the learning rate that follows it."""
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
+import starling
 from starling.budget import Budget, Progress, Schedule
+from starling.errors import ConfigError
 
 
 def test_a_budget_without_a_limit_is_refused() -> None:
     """A run must end."""
-    with pytest.raises(ValidationError, match="at least one of epochs, steps, minutes"):
+    with pytest.raises(ConfigError, match="at least one of epochs, steps, minutes"):
         Budget()
 
 
@@ -87,9 +89,9 @@ def test_the_papers_schedule_rises_for_ten_epochs_then_falls_for_six() -> None:
 
 def test_two_warm_ups_and_one_that_a_cosine_would_not_follow_are_refused() -> None:
     """The message says which to leave out."""
-    with pytest.raises(ValidationError, match="leave one of them out"):
+    with pytest.raises(ConfigError, match="leave one of them out"):
         Schedule(warmup=0.1, warmup_epochs=2, decay="constant")
-    with pytest.raises(ValidationError, match="give warmup in place of warmup_epochs"):
+    with pytest.raises(ConfigError, match="give warmup in place of warmup_epochs"):
         Schedule(warmup_epochs=2)
 
 
@@ -115,3 +117,24 @@ def test_a_schedule_with_a_budget_of_its_own_ends_there() -> None:
         assert kept.at(progress, run) == stretched.at(progress, own)
         assert kept.at(progress, run) == stretched.at(Progress(0, 2 * epochs, 0.0), run)
     assert kept.at(Progress(0, 7, 0.0), run) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "problems"),
+    [
+        (lambda: starling.Budget(stpes=3), ["stpes: unknown key; did you mean steps?"]),
+        (
+            lambda: starling.Cluster(link={"bandwith": 1}, compute={"seconds": -1}),
+            [
+                "compute.seconds: input should be greater than 0",
+                "link.bandwith: unknown key; did you mean link.bandwidth?",
+            ],
+        ),
+    ],
+)
+def test_wrong_arguments_of_a_public_section_are_listed(make: Callable[[], object], problems: list[str]) -> None:
+    """In one error of this package, which has an exit code; as for recipes."""
+    with pytest.raises(ConfigError) as raised:
+        make()
+    assert all(each in str(raised.value) for each in problems)
+    assert raised.value.exit_code == 2

@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from starling.configuration import Config
+from starling.configuration import PublicConfig
 
 LOWEST = 1e-3
 """Lowest factor during the warm-up. It is needed because with a budget in minutes, the fraction of the budget that the
@@ -26,7 +26,7 @@ class Progress:
     minutes: float
 
 
-class Budget(Config):
+class Budget(PublicConfig):
     """The limits of a run. The run ends when it reaches the first of them."""
 
     epochs: int | None = Field(default=None, ge=0)
@@ -66,7 +66,7 @@ class Budget(Config):
         return in_time if batches is None else min(in_time, per_batch * batches)
 
 
-class Schedule(Config):
+class Schedule(PublicConfig):
     """The learning rate as a factor of its peak; a pure function of progress, and therefore equal on all learners.
 
     During the warm-up the factor rises linearly: over the fraction `warmup` of the budget, n mini-batches, from 1/n for

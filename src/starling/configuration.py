@@ -32,6 +32,18 @@ class Config(BaseModel):
         return (cls,)
 
 
+class PublicConfig(Config):
+    """A section that users also construct in Python. Wrong arguments raise one ConfigError that lists all problems."""
+
+    def __init__(self, **given: Any) -> None:
+        try:
+            super().__init__(**given)
+        except ValidationError as error:
+            raise refused(describe(error, type(self), given), type(self).__name__) from None
+
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # a model that contains it lists problems itself
+
+
 ConfigT = TypeVar("ConfigT", bound=Config)
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from starling.chance import derive_seed
-from starling.configuration import Config
+from starling.configuration import Config, PublicConfig
 
 
 class ComputeModel(Config):
@@ -132,7 +132,7 @@ class WatchModel(Config):
     """Seconds that a process takes to start, before its learner joins. They count in the goodput."""
 
 
-class Cluster(Config):
+class Cluster(PublicConfig):
     """The machines and links that `starling simulate` simulates; the `cluster:` section of a recipe.
 
     Links are finite: messages queue at their node's uplink, in each direction, unless `nodes` has
