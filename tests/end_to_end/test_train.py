@@ -89,7 +89,7 @@ def test_two_learners_learn_and_their_experiment_can_be_used(tree: Tree, tmp_pat
     assert name == "test"
     assert float(re.fullmatch(r"%WER (\S+) \[ \d+ / \d+, \d+ ins, \d+ del, \d+ sub \].*", wer)[1]) <= 20.0  # type: ignore[index]
     ends = re.findall(r"\nepoch (\d+) ended after .*: loss .*, computing .* %.*, waiting .* % for data", run.stderr)
-    assert ends == [str(epoch) for epoch in range(1, 26)]
+    assert ends[:10] == [str(epoch) for epoch in range(1, 11)] and ends[-1] == "25"
     assert run.stderr.count("raise batches.num_workers") + run.stderr.count("local_sgd, may wait less") <= 2
 
     experiment = tmp_path / "exp" / "songs"

@@ -138,7 +138,7 @@ def test_a_model_that_does_not_work_is_named_first_and_is_not_a_success(
         following._write()
         shown = Console(file=io.StringIO(), width=2000)
         shown.print(describe(read_status(folder.path), 0.0, True))
-        assert verdict in said(shown)
+        assert verdict.strip() in said(shown)
         following.end_training()
         assert said(screen) == ""
     summary = (folder.log / "summary.txt").read_text().splitlines()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,8 +36,6 @@ from starling.learner import Handle, LoopEnded, Shard
 from starling.training.shards import HeldShards, MakeOptimizer
 from starling.training.succession import Cuts
 from starling.workload import Position, Ticket
-
-T = TypeVar("T")
 
 _HEARD_SECONDS = 2.0
 """Time for which a learner waits until all other learners have received the reason why they cannot end together."""
@@ -64,7 +62,6 @@ class LoopLearner(ConnectedLearner):
         self._has_mixed = False  # whether the loop's own thread has changed the weights other than by a step
         self._before_rounds: dict[str, Tensor] = {}
         self._changed = threading.Condition()  # notified when there is an announcement or a failure
-        self._holds_shards = False  # whether the strategy holds all of its shards, if any
         self._coroutine = run.strategy.start(self, run.options)
         sync_groups = run.strategy.sync_groups(run.options, peers.world)
         super().__init__(peers, sync_groups, run.replica, run.seed, run.statistics, has_other_threads=peers.world > 1)
@@ -92,7 +89,7 @@ class LoopLearner(ConnectedLearner):
         if run.final is None:
             before = self.replica.version
             self._proceed()
-            self._begin_holding()
+            self.begun.set()
             self.own_shards.forget_saved()
             run.resumed = None
             if self.replica.version != before and not self.replica.adopts_changes_apart:
@@ -302,6 +299,7 @@ class LoopLearner(ConnectedLearner):
 
     def fail(self, error: BaseException) -> None:
         super().fail(error)
+        self.begun.set()
         with self._changed:
             self._changed.notify_all()
 
@@ -354,17 +352,6 @@ class LoopLearner(ConnectedLearner):
         self._resumed_at = time.monotonic()
 
     # implementation
-
-    def _started(self, start: Callable[[], Handle[T]]) -> Handle[T]:
-        self._begin_holding()  # strategies communicate only after they have kept their shards
-        return super()._started(start)
-
-    def _begin_holding(self) -> None:
-        """Let this learner contribute its shards to a consensus."""
-        if not self._holds_shards:
-            with self._changed:
-                self._holds_shards = True
-                self._changed.notify_all()
 
     def _end_computing(self) -> None:
         """Adopt the loop's changes to the weights, and count the time for which the loop has computed."""
@@ -549,7 +536,7 @@ class LoopLearner(ConnectedLearner):
         """Return this learner's contribution `[P + B]` to the consensus mean, and its own weights `[P]`."""
         is_served = self._run.strategy.is_served
         if is_served and self._run.final is None:
-            self._wait_until(lambda: self._holds_shards)
+            self.begun.wait()
             self.release.check()
         contribution, num_weights = self.replica.contribution(), len(self.replica.weights)
         own = contribution[:num_weights].clone()

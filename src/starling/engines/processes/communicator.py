@@ -94,6 +94,8 @@ class ConnectedLearner(ReplicaLearner):
         row_size: int = 1,
     ) -> None:
         self.release = Release()
+        self.begun = threading.Event()
+        """Set once the strategy has communicated or waits for a loop's gradient; it then holds all of its shards."""
         place = self._place = peers.place.row(row_size)
         self.rank, self.world, self.seed = place.rank, place.world, seed
         self.peers = replace(peers, look_around=self.release.check, naming_the_lost=self.naming_the_lost)
@@ -167,6 +169,7 @@ class ConnectedLearner(ReplicaLearner):
         starts, and its success is recorded afterwards."""
         if (order := self.replica.order).turns:
             order.flush()
+        self.begun.set()
         handle = start()
         STARTED.count[0] += 1
         return handle

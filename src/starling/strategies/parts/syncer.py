@@ -164,8 +164,8 @@ class Syncer:
         while expected:
             learner = await me.shards.first(expected)
             message = await expected.pop(learner)
-            if learner in self._pushing:
-                await self._add(learner, self._pushing.pop(learner), message)
+            if (pushed := self._pushing.pop(learner, None)) is not None:
+                await self._add(learner, pushed, message)
             else:
                 await self._read(learner, Report.decode(message))
             if learner in self._pushing:
@@ -181,15 +181,14 @@ class Syncer:
             await sending
 
     def _like(self, report: Report) -> Tensor:
-        fragment = self._fragments[report.fragment]
-        like = torch.empty(fragment.stop - fragment.start, dtype=self._me.weights.dtype)
+        like = torch.empty_like(self._me.weights[self._fragments[report.fragment]], device="cpu")
         return encoded(like, self._encoding)
 
     async def _read(self, learner: int, report: Report) -> None:
         """Handle a report. After the last learner has left, the remaining pushes are merged."""
         if report.fragment == LEAVES:
             self._to_receive[learner] = len(self._fragments)
-            if self._have_all_left:
+            if len(self._to_receive) == self._me.world:
                 for fragment in range(len(self._fragments)):
                     await self._merge(fragment)
         elif report.num_steps:
@@ -205,34 +204,27 @@ class Syncer:
         if (age := loans.pay_back(report.loan)) is not None:
             loans.current.num_steps = report.num_steps
             if self._encoding is not None and not difference.is_meta:
-                piece = shard.piece
-                difference = self._encoding.decode(difference, piece.stop - piece.start)
+                difference = self._encoding.decode(difference, shard.piece.stop - shard.piece.start)
             await shard.step(difference, report.step_metadata, [age])
             self._waiting[report.fragment].add(learner)
-
-    @property
-    def _have_all_left(self) -> bool:
-        return len(self._to_receive) == self._me.world
 
     async def _is_new_to(self, learner: int) -> bool:
         """Return whether a learner gets the fragment that it has asked for, which may be merged now."""
         asked = self._asking[learner]
         if learner in self._to_receive:
-            return self._have_all_left
+            return len(self._to_receive) == self._me.world
         num_needed = min(self._quorum, self._me.world - len(self._to_receive))
-        waiting, is_newer = self._waiting[asked.fragment], self._merges[asked.fragment] > asked.num_merges
-        if is_newer:  # if the newer merge lacks this learner's push, another merge as large is better
+        waiting = self._waiting[asked.fragment]
+        if self._merges[asked.fragment] > asked.num_merges:  # only for another merge as large as that one
             num_needed = max(num_needed, self._num_merged[asked.fragment])
         if learner in waiting and len(waiting) >= num_needed:
             await self._merge(asked.fragment)
-            return True
-        return is_newer
+        return self._merges[asked.fragment] > asked.num_merges
 
     async def _merge(self, fragment: int) -> None:
         await self._shards[fragment].change(_merge)
         self._merges[fragment] += 1
-        self._num_merged[fragment] = len(self._waiting[fragment])
-        self._waiting[fragment].clear()
+        self._num_merged[fragment], self._waiting[fragment] = len(self._waiting[fragment]), set()
 
     async def _answer(self, learner: int, asked: Report) -> list[Handle[None]]:
         """Start sending a learner the fragment that it has asked for."""
