@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from itertools import groupby
+from itertools import chain, groupby
 from operator import attrgetter
 from pathlib import Path
 from statistics import mean
@@ -291,7 +291,8 @@ class _Drawing(go.Figure):  # type: ignore[misc]
 
     def scale_losses(self, experiments: Sequence[Evidence]) -> None:
         """Use a logarithmic axis if the losses are positive and the largest is more than ten times the smallest."""
-        losses = [point.loss for each in experiments for point in each.curve if math.isfinite(point.loss)]
+        points = [(point.loss, point.low) for each in experiments for point in each.curve]
+        losses = [loss for loss in chain(*points) if loss is not None and math.isfinite(loss)]
         if losses and 0.0 < 10.0 * min(losses) < max(losses):
             tens = range(math.floor(math.log10(min(losses))), math.ceil(math.log10(max(losses))) + 1)
             ticks = [digit * 10.0**ten for ten in tens for digit in (1, 2, 5)]

@@ -406,6 +406,10 @@ class ReplicaLearner(Learner, LocalOptimizer, Background, Shards):
     def shapes(self) -> Sequence[torch.Size]:
         return [parameter.shape for parameter in self.replica.parameters]
 
+    def apply(self, delta: Tensor, piece: slice | None = None) -> None:
+        if self.world > 1 or delta.is_meta or bool(delta.any()):  # a learner that averages with itself changes nothing
+            self.replica.apply(delta, piece, in_round=self.is_behind)
+
     def replace(self, weights: Tensor, piece: slice | None = None) -> None:
         self.replica.replace(weights, piece)
 

@@ -95,7 +95,8 @@ class ConnectedLearner(ReplicaLearner):
     ) -> None:
         self.release = Release()
         self.begun = threading.Event()
-        """Set once the strategy has communicated or waits for a loop's gradient; it then holds all of its shards."""
+        """Set once the strategy holds all of its shards, because it has communicated or waits for a loop's gradient, or
+        when the learner fails."""
         place = self._place = peers.place.row(row_size)
         self.rank, self.world, self.seed = place.rank, place.world, seed
         self.peers = replace(peers, look_around=self.release.check, naming_the_lost=self.naming_the_lost)
@@ -344,10 +345,6 @@ class ConnectedLearner(ReplicaLearner):
         with self.naming_the_lost("sharing a model's memory"):
             memory = share_memory(self.peers, 8 * num_counts + own.nbytes, lambda memory: weights_in(memory).copy_(own))
         return weights_in(memory), memory[: 8 * num_counts].view(torch.int64).view(num_pieces, self.world)
-
-    def apply(self, delta: Tensor, piece: slice | None = None) -> None:
-        if self.world > 1 or bool(delta.any()):  # a learner that averages with itself changes nothing
-            self.replica.apply(delta, piece, in_round=self.is_behind)
 
     def snapshot(self, piece: slice | None = None) -> Tensor:
         memory = None  # peers on this machine can read the copy of a piece without another copy

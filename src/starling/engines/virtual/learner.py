@@ -122,8 +122,7 @@ class VirtualLearner(Member):
         self.rounds.gradient_made()
 
     def apply(self, delta: Tensor, piece: slice | None = None) -> None:
-        if self.world > 1 or delta.is_meta or bool(delta.any()):  # a learner that averages with itself changes nothing
-            self.replica.apply(delta, piece, in_round=self.is_behind)
+        super().apply(delta, piece)
         self._record("apply", b"")
 
     def share(self, pieces: Sequence[slice]) -> Handle[Sequence[Shard]]:
