@@ -1,6 +1,6 @@
 """The convergence rate of ADPSGD by steps and learners on a smooth problem with known constants, beside the bound of
 Lian et al. 2018 (arXiv 1710.06952). `python -m benchmarks.convergence_rate FOLDER` writes rate.md, rate.json and
-rate.svg.
+rate.svg; with `--variants`, rate.md also compares ADPSGD's patterns and `delay-by-one`.
 
 The problem has the constants that the bound needs::
 
@@ -45,6 +45,14 @@ VARIANCE = 4.0
 SECONDS = 0.1
 """Mean time of a gradient, on the simulated clock."""
 STEPS, LEARNERS, SEEDS = (256, 1024, 4096), (1, 2, 4, 8, 16, 32, 64), (1, 2, 3)
+VARIANTS: Mapping[str, tuple[str, str | None]] = {
+    "`adpsgd`, random pairs": ("adpsgd", "pairs"),
+    "`adpsgd`, ring": ("adpsgd", "ring"),
+    "`adpsgd`, ring of random order": ("adpsgd", "random"),
+    "`delay-by-one`": ("delay-by-one", None),
+}
+"""Strategies and patterns that are compared with one learner."""
+LEARNERS_OF_VARIANTS = (4, 16, 64)
 
 
 def objective(x: Tensor) -> Tensor:
@@ -236,6 +244,46 @@ def table_of_increases(runs: Sequence[Run]) -> list[str]:
     return [*_head(found), *(f"| {each:,} | {_cells(found, each, 1, '+')} |" for each in steps)]
 
 
+def table_of_variants(runs: Mapping[str, Sequence[Run]]) -> list[str]:
+    """A Markdown table of `increases`, in per cent, with a row for each variant and number of gradients. Each variant's
+    runs include those of one learner."""
+    found = {name: increases(own) for name, own in runs.items()}
+    lines = ["| K | variant | " + " | ".join(f"L = {count}" for count in LEARNERS_OF_VARIANTS) + " |"]
+    lines.append("|---" * (2 + len(LEARNERS_OF_VARIANTS)) + "|")
+    for steps in STEPS:
+        for name, own in found.items():
+            cells = " | ".join(text_of(own[steps, each], sign="+") for each in LEARNERS_OF_VARIANTS)
+            lines.append(f"| {steps:,} | {name} | {cells} |")
+    return lines
+
+
+def measure_variants(alone: Sequence[Run], pairs: Sequence[Run]) -> dict[str, Sequence[Run]]:
+    """The runs of all variants, given those of one learner and those with random pairs."""
+    found: dict[str, Sequence[Run]] = {}
+    for name, (strategy, pattern) in VARIANTS.items():
+        own = pairs
+        if (strategy, pattern) != ("adpsgd", "pairs"):
+            cells = ((K, L, seed) for K in STEPS for L in LEARNERS_OF_VARIANTS for seed in SEEDS)
+            own = [measure(*cell, STRATEGIES[strategy], pattern) for cell in cells]
+        print(name, file=sys.stderr, flush=True)
+        found[name] = [*alone, *own]
+    return found
+
+
+def text_of_runs(runs: Mapping[str, Sequence[Run]]) -> str:
+    """Runs as JSON, a line for each run."""
+    parts = [
+        f"{json.dumps(name)}: [\n" + ",\n".join(json.dumps(vars(run)) for run in own) + "\n]"
+        for name, own in runs.items()
+    ]
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def read_runs(file: Path) -> dict[str, list[Run]]:
+    """The runs that `main` kept: `runs`, which are those with random pairs, and the other variants."""
+    return {name: [Run(**run) for run in own] for name, own in json.loads(file.read_text(encoding="utf-8")).items()}
+
+
 def _head(found: Collection[tuple[int, int]], *more: str) -> list[str]:
     counts = sorted({learners for _, learners in found})
     titles = ["K", *(f"L = {count}" for count in counts), *more]
@@ -286,6 +334,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, nargs="+", default=STEPS)
     parser.add_argument("--learners", type=int, nargs="+", default=LEARNERS)
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    parser.add_argument("--variants", action="store_true", help="compare other patterns and delay-by-one, too")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     chosen.folder.mkdir(parents=True, exist_ok=True)
@@ -294,15 +343,23 @@ def main() -> None:
         for learners in chosen.learners:
             runs += [measure(steps, learners, seed) for seed in chosen.seeds]
             print(f"{steps} steps, {learners} learners: {runs[-1].gradients:.4f}", file=sys.stderr, flush=True)
+    variants: Mapping[str, Sequence[Run]] = {}
+    if chosen.variants:
+        alone = [run for run in runs if run.learners == 1]
+        pairs = [run for run in runs if run.learners in LEARNERS_OF_VARIANTS]
+        variants = measure_variants(alone, pairs)
     lines = [
         *table(runs),
         "",
         *table_of_increases(runs),
         "",
+        *(table_of_variants(variants) if variants else ()),
+        "",
         f"{len(runs)} runs, {time.process_time() - began:.0f} s of CPU",
     ]
     (chosen.folder / "rate.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    (chosen.folder / "rate.json").write_text(json.dumps([vars(run) for run in runs], indent=1) + "\n", encoding="utf-8")
+    kept = {"runs": runs} | {name: [run for run in own if run.learners > 1] for name, own in variants.items()}
+    (chosen.folder / "rate.json").write_text(text_of_runs(kept), encoding="utf-8")
     draw(runs, chosen.folder / "rate.svg")
     print("\n".join(lines))
 

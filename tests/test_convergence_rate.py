@@ -1,6 +1,7 @@
 """ADPSGD on a smooth problem with known constants: the constants are right, and the bound of its paper holds."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,11 +17,15 @@ from benchmarks.convergence_rate import (
     gradient,
     measure,
     objective,
+    read_runs,
     step_size,
     table,
     table_of_increases,
+    table_of_variants,
 )
 from starling.workload import Ticket
+
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
 
 
 def test_the_constants_of_the_problem_are_those_of_its_function() -> None:
@@ -67,3 +72,16 @@ def test_the_tables_have_a_line_for_each_number_of_steps() -> None:
     assert first == f"| 100 | 0.6000 ± {half:.4f} | 0.7200 ± {1.2 * half:.4f} | 8.800 | 12.2 to 14.7 |"
     assert second == "| 200 | 0.3000 | — | 5.394 | 18.0 to 18.0 |"
     assert table_of_increases(runs) == ["| K | L = 2 |", "|---|---|", "| 100 | +20.0 ± 0.0 |"]
+
+
+def test_the_page_has_the_tables_of_its_file() -> None:
+    variants = read_runs(RESULTS / "rate" / "rate.json")
+    runs = variants.pop("runs")
+    alone = [run for run in runs if run.learners == 1]
+    tables = (
+        table(runs),
+        table_of_increases(runs),
+        table_of_variants({k: [*alone, *own] for k, own in variants.items()}),
+    )
+    page = (RESULTS / "rate.md").read_text(encoding="utf-8")
+    assert all("\n".join(each) in page for each in tables)

@@ -23,7 +23,7 @@ MODULES = {
 }
 """Packages that are imported by another name."""
 STUDIES = {"large_batches", "non_iid", "staleness", "staleness_ctc", "stragglers", "stragglers_rates", "topology"}
-STUDIES |= {"communication", "models", "muloco"}
+STUDIES |= {"communication", "models", "muloco", "speed_up"}
 """Recipes with a section `compare`."""
 BASES = {"large", "small"}
 """Recipes without `data`, for others to build on."""

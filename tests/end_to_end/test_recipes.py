@@ -44,7 +44,7 @@ FEW_WORDS = {"reader_children"}
 BASES = {"small", "large"}
 STUDIES = {
     "communication", "large_batches", "models", "muloco", "non_iid", "staleness", "staleness_ctc", "stragglers",
-    "stragglers_rates", "topology",
+    "stragglers_rates", "topology", "speed_up",
 }  # fmt: skip
 """Those whose arms `starling compare` trains; the pages of their results have the commands."""
 
