@@ -3,6 +3,7 @@
 import ast
 import doctest
 import inspect
+import random
 import re
 import textwrap
 from collections.abc import Callable, Mapping
@@ -147,7 +148,7 @@ def run_example(text: str, name: str) -> None:
         ("hadpsgd", {"per_node": 2}, (2, 3), [], [0, 1], (2, 3, 0, 1)),
         ("parameter-server", {"servers": "own", "shards": 2}, (0, 1, 2, 3), [], [4], (0, 1, 4, 2, 3)),
         ("parameter-server", {"servers": "own"}, (1, 4, 3), [4], [0, 4], (1, 0, 4, 3)),
-        ("parameter-server", {"shards": 2}, (0, 1, 2), [2], [2, 3], (0, 1, 2, 3)),
+        ("parameter-server", {"shards": 2}, (0, 1, 2), [2], [2, 3], (0, 2, 1, 3)),
     ],
 )
 def test_joiners_get_ranks_after_the_workers_and_before_the_servers(
@@ -170,7 +171,7 @@ def test_joiners_get_ranks_after_the_workers_and_before_the_servers(
         ({"servers": "own", "shards": 2}, (0, 1, 2, 3, 4), [3], (1, 2, 0, 4)),
         ({"servers": "own", "shards": 2}, (0, 1, 2, 3, 4), [0, 4], (2, 3, 1)),
         ({"servers": "beside"}, (0, 1, 2), [0], (1, 2)),
-        ({"servers": "beside", "shards": 2}, (0, 1, 2, 3), [0], (2, 1, 3)),
+        ({"servers": "beside", "shards": 2}, (0, 1, 2, 3), [0], (1, 2, 3)),
         ({"servers": "beside", "shards": 2}, (0, 1, 2, 3), [0, 1, 2], None),
         ({"servers": "own"}, (0, 1), [1], None),
     ],
@@ -185,6 +186,26 @@ def test_a_worker_takes_the_place_of_a_lost_server(
             served.successors(served.options.model_validate(options), members, lost)
         return
     assert served.successors(served.options.model_validate(options), members, lost) == expected
+
+
+@pytest.mark.parametrize("servers", ["beside", "own"])
+@pytest.mark.parametrize("seed", range(20))
+def test_a_server_keeps_its_shard_whoever_leaves_or_joins(servers: str, seed: int) -> None:
+    """In random memberships, servers are at their places, no learner is missing, and only lost servers are replaced."""
+    served, draw = find_strategy("parameter-server"), random.Random(seed)
+    options = served.options.model_validate({"servers": servers, "shards": draw.randint(1, 3)})
+    shards, members, unused = range(options.shards), tuple(range(8)), 8
+    for _ in range(30):
+        before = [members[options.server(shard, len(members))] for shard in shards]
+        lost = draw.sample(members, draw.randint(0, len(members) - options.shards - 1))
+        joined = list(range(unused, unused + draw.randint(0, 3)))
+        unused += len(joined)
+        following = served.successors(options, members, lost, joined)
+        assert sorted(following) == sorted([*(set(members) - set(lost)), *joined])
+        now = [following[options.server(shard, len(following))] for shard in shards]
+        assert len(set(now)) == len(now)
+        assert all(old == new or old in lost for old, new in zip(before, now, strict=True))
+        members = following
 
 
 def test_half_a_super_learner_cannot_join() -> None:

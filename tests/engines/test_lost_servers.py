@@ -20,6 +20,7 @@ PUSHING = {"rate": 1.0, "momentum": 0.0, "delay": 1, "every": EVERY, "by_speed":
 CASES: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "parameter-server": ("parameter-server", {}, 3, 0),
     "two shards": ("parameter-server", {"shards": 2}, 3, 1),
+    "two shards, apart": ("parameter-server", {"shards": 2}, 4, 2),
     "server of its own": ("parameter-server", {"servers": "own"}, 4, 3),
     "async-diloco": ("async-diloco", PUSHING, 3, 0),
     "async-diloco, two shards": ("async-diloco", PUSHING | {"shards": 2}, 3, 1),

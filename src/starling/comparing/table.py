@@ -223,7 +223,8 @@ class Comparison:
     def warnings(self) -> list[str]:
         """Warnings about rows whose best rate lies at an end of its grid, and about a target that is met at once."""
         target = self.section.target
-        met = [row for row in self.best if target is not None and _meets_at_once(self.at_best(row), target)]
+        first = {row: [each.curve[0].loss for each in self.at_best(row) if each.curve] for row in self.best}
+        met = [row for row, losses in first.items() if target is not None and min(losses, default=math.inf) <= target]
         at_once = [
             f"warning: {_named(row)}: the first losses already meet the target, {target:g}, as after a warm start, "
             "so times to it say nothing; choose a lower target"
@@ -313,10 +314,6 @@ _LEGEND = [
 
 def _with_half(name: str, found: Estimate | None) -> dict[str, Any]:
     return {name: found and found.mean, f"{name}_half": found and found.half}
-
-
-def _meets_at_once(results: Sequence[CellResult], target: float) -> bool:
-    return any(each.curve and each.curve[0].loss <= target for each in results)
 
 
 def _named(row: Row) -> str:

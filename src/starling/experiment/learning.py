@@ -45,17 +45,15 @@ def learn(task: Task[RunT], run: RunT, place: Place, link: Link | None) -> int |
     place.use_threads(run.engine.threads if script is None else script.arithmetic["threads"])
     tell: Callable[[LearnerMessage], None] = (lambda message: None) if link is None else link.send
     counts, folder = SharedCounts(place), ExperimentFolder(run.folder)
-
-    def arrive_model(name: str) -> int:
-        return counts.arrive(f"validation/{name}")
-
     job, device = task.make_job(run, folder, place.local_world), choose_device(run.engine.device, place)
     if script is not None:
         job = job_as_recorded(job, script, device)
     write_model = task.model_writer(run, folder)
     validate_every = task.validate_every(run) if link is not None else None
     # models for scoring are removed by the launcher, after scoring
-    models = CheckpointWriter(folder.validation, arrive_model, write_model, {}, 1000, run.sync_group_size)
+    models = CheckpointWriter(
+        folder.validation, lambda name: counts.arrive(f"validation/{name}"), write_model, {}, 1000, run.sync_group_size
+    )
     saver = Saver(
         checkpoint_writer(task, run, folder, counts.arrive, write_model),
         tell,

@@ -153,13 +153,9 @@ def batches_in(found: Sequence[Path], ends: Sequence[Position | None]) -> Iterat
                     batch = SeenBatch(learner, ticket, tuple(event["ids"]))
                 except (KeyError, TypeError, ValueError):
                     raise DataError(f"{place}: {str(event)[:80]!r} is not a mini-batch") from None
-                if end is None or _is_done(ticket.step, end):
+                missing = () if end is None else {each.step for each in end.outstanding}
+                if end is None or (ticket.step < end.next_ticket.step and ticket.step not in missing):
                     yield batch
-
-
-def _is_done(step: int, until: Position) -> bool:
-    """Whether a mini-batch is in the weights of a checkpoint at `until`."""
-    return step < until.next_ticket.step and all(step != ticket.step for ticket in until.outstanding)
 
 
 def read_skipped(found: Iterable[Path]) -> dict[int, set[str]]:

@@ -234,7 +234,7 @@ class VirtualLearner(Member):
         """Return the seconds that this learner still takes to leave a membership that is over. If it is paused or cut
         off, it is not notified immediately. It completes a gradient that is under way, even if no mean needs it."""
         under_way = self._gradient_ends - float(self._environment.now)
-        return max(self._simulation.seconds_out_of_reach(self.life), under_way)
+        return max(self._simulation.seconds_cut_off(self.life), self.life.still_until - self._simulation.now, under_way)
 
     def _advance(
         self, activity: Activity, coroutine: Coroutine[Any, Any, None], kind: str

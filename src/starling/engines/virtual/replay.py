@@ -214,11 +214,6 @@ class ReplayedLearner(VirtualLearner):
             if not is_recorded and self.given.num_own == before:
                 return  # the next entry of the record is not a barrier
 
-    def save_last_states(self) -> None:
-        """Save the states that became complete after the last claim of the learner."""
-        if self.cuts is not None:
-            self.cuts.save()
-
     def round(self, period: float) -> Handle[int | None]:
         number, self._num_rounds = self._num_rounds, self._num_rounds + 1
         if self.cuts is not None:
@@ -374,7 +369,8 @@ class ReplayEngine(VirtualEngine):
             super()._wait_for(event)
         except Deadlock:
             for learner in cast(list[ReplayedLearner], self._current.learners):
-                learner.save_last_states()
+                if learner.cuts is not None:
+                    learner.cuts.save()  # states that became complete after the learner's last claim
             if self._place + 1 == len(self._scripts):
                 raise self._stuck() from None
             self._end(self._scripts[self._place + 1][0].members)

@@ -121,10 +121,6 @@ class Simulation:
         """Return the seconds until the store receives messages from a learner again."""
         return max(0.0, self._cut_off.get(life.name, 0.0) - self.now)
 
-    def seconds_out_of_reach(self, life: VirtualLife) -> float:
-        """Return the seconds until a learner receives messages again."""
-        return max(self.seconds_cut_off(life), life.still_until - self.now)
-
     def inject(self, fault: Fault) -> None:
         """Inject a fault now, if its learner is alive."""
         if isinstance(fault, Split):

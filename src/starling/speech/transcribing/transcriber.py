@@ -139,11 +139,6 @@ def streaming_network(recogniser: Recogniser) -> StreamingNetwork:
     return network
 
 
-def can_stream(recogniser: Recogniser) -> bool:
-    """Whether a recogniser can be used with `Stream`."""
-    return recogniser.latency is not None and _comes_in_blocks(recogniser.features)
-
-
 Search: TypeAlias = Callable[[NDArray[np.float32]], str]
 """A function, such as a beam search, that returns the text for CTC's log-probabilities `[T, V]`."""
 Waveform: TypeAlias = NDArray[np.float32] | NDArray[np.float64] | NDArray[np.int16] | NDArray[np.int32] | torch.Tensor
@@ -341,7 +336,8 @@ class Live:
     def __init__(self, transcriber: Transcriber, segmenter: Segmenter) -> None:
         self._transcriber = transcriber
         self._segmenter = segmenter
-        self._is_streamed = can_stream(transcriber.recogniser)
+        recogniser = transcriber.recogniser
+        self._is_streamed = recogniser.latency is not None and _comes_in_blocks(recogniser.features)
         self._stream: Stream | None = None
         self._start = self._heard = 0  # position of the first sample that the stream heard; number of samples it heard
         self._partial = ""

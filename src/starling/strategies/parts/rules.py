@@ -28,8 +28,8 @@ class Served(Config):
     shards: int = Field(default=1, ge=1)
     """The number of servers. Each keeps one shard of the model in host memory, with the state of its optimizer."""
     servers: Literal["beside", "own"] = "beside"
-    """Where servers run: `beside`, in the first workers' processes; `own`, as the last learners, which compute no
-    gradients."""
+    """Where servers run: `beside`, in the processes of workers whose ranks are far apart, so that they are on different
+    nodes; `own`, as the last learners, which compute no gradients."""
 
     def workers(self, world: int) -> range:
         """Return the learners that compute gradients."""
@@ -37,7 +37,7 @@ class Served(Config):
 
     def server(self, shard: int, world: int) -> int:
         """Return the learner that is the server of a model shard."""
-        return world - self.shards + shard if self.servers == "own" else shard
+        return world - self.shards + shard if self.servers == "own" else shard * world // self.shards
 
     def pieces(self, num_weights: int) -> list[slice]:
         """Return each server's piece of the weights. Raises `ConfigError` if there are more servers than weights."""
@@ -67,6 +67,14 @@ class ServedStrategy(Strategy):
         self.validate(options, world - len(lost))
         servers = [workers.pop(0) if rank in lost else rank for rank in before]
         return [*workers, *servers] if options.servers == "own" else [*servers, *workers]
+
+    def successors(
+        self, options: Any, members: Sequence[int], lost: Collection[int], joined: Sequence[int] = ()
+    ) -> tuple[int, ...]:
+        order = list(super().successors(options, members, lost, joined))
+        for shard in reversed(range(options.shards if options.servers == "beside" else 0)):  # these servers come first
+            order.insert(options.server(shard, len(order)), order.pop(shard))
+        return tuple(order)
 
     def validate(self, options: Served, world: int) -> None:
         if options.servers == "own" and world <= options.shards:
