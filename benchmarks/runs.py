@@ -103,6 +103,9 @@ class Outcome:
     """Processor time of the whole process, gloo's threads included, from its first gradient to the run's end."""
     rounds: int = 0
     bytes_sent: int = 0
+    megabytes: float = 0.0
+    """Memory of the process at the run's end, in units of 10^6 bytes. Memory that several processes share is divided
+    among them."""
     distance: float | None = None
     """Distance between all learners' models, each taken after `COMPARED_AT` of the budget; see `relative_distance`."""
 
@@ -137,6 +140,9 @@ class Notes(Observer):
     def ended(self) -> None:
         """Record that the run is over."""
         self.outcome.cpu_seconds = time.process_time() - self._cpu_begin
+        if (memory := Path("/proc/self/smaps_rollup")).exists():  # Linux only
+            (kilobytes,) = (line.split()[1] for line in memory.read_text().splitlines() if line.startswith("Pss:"))
+            self.outcome.megabytes = int(kilobytes) * 1024 / 1e6
 
     def on_step(self, report: StepReport) -> None:
         self.gradient_made()

@@ -2,52 +2,65 @@
 
 `python -m benchmarks.study_cells keep exp/speed-up docs/results/speed-up/cells.jsonl` writes the file, a line for each
 cell; `restore` with the same arguments writes the cells back, and `starling compare` then computes only those that
-are missing.
+are missing. `rows` keeps the rows of the comparison's table instead. `benchmarks.study_tables` makes the tables of the
+pages from such files.
 """
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-DIGITS = 6
+from starling.comparing.grid import CellResult
+
+DIGITS = 5
 """Significant digits that are kept of each number."""
 
 
 def main() -> None:
     """Keep or restore the cells of a study."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("what", choices=["keep", "restore"])
+    parser.add_argument("what", choices=["keep", "restore", "rows"])
     parser.add_argument("experiment", type=Path, help="folder of the comparison")
     parser.add_argument("file", type=Path, help="file with a line for each cell")
     chosen = parser.parse_args()
-    (keep if chosen.what == "keep" else restore)(chosen.experiment, chosen.file)
+    {"keep": keep, "restore": restore, "rows": keep_rows}[chosen.what](chosen.experiment, chosen.file)
 
 
 def keep(experiment: Path, file: Path) -> None:
     """Write all cells of a comparison to a file, in the order of their names."""
-    lines = []
-    for each in sorted((experiment / "cells").glob("*.json")):
-        cell = rounded(json.loads(each.read_text(encoding="utf-8")))
-        lines.append(json.dumps({"file": each.name, **cell}))
+    found = sorted((experiment / "cells").glob("*.json"))
+    _write([json.loads(each.read_text(encoding="utf-8")) for each in found], file)
+
+
+def keep_rows(experiment: Path, file: Path) -> None:
+    """Write the rows of a comparison's table to a file."""
+    _write(json.loads((experiment / "results.json").read_text(encoding="utf-8"))["rows"], file)
+
+
+def _write(found: Sequence[dict[str, Any]], file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    print(f"{len(lines)} cells in {file}")
+    file.write_text("".join(f"{json.dumps(rounded(each))}\n" for each in found), encoding="utf-8")
+    print(f"{len(found)} lines in {file}")
 
 
 def restore(experiment: Path, file: Path) -> None:
     """Write the cells of a file into the folder of a comparison. Cells that are there already are kept."""
     folder = experiment / "cells"
     folder.mkdir(parents=True, exist_ok=True)
-    for cell in read(file):
-        target = folder / cell.pop("file")
-        if not target.exists():
-            target.write_text(json.dumps(cell, indent=1), encoding="utf-8")
+    for result in read(file):
+        if not (folder / f"{result.cell.name}.json").exists():
+            result.write(folder)
 
 
-def read(file: Path) -> list[dict[str, Any]]:
-    """The cells of a file: each has the name of its `file`, its `cell` (`arm`, `learners`, `rate`, `seed`), scores, and
-    the `curve` of its training loss: share of the budget, mini-batches, seconds and loss."""
+def read(file: Path) -> list[CellResult]:
+    """The cells of a file."""
+    return [CellResult.model_validate_json(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """The rows of a table, with the columns of docs/comparing.md."""
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 

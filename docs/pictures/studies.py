@@ -38,7 +38,7 @@ def stragglers(rows: Rows) -> Figure:
     counts = sorted({row["learners"] for row in rows})
     panels = figure.subplots(1, len(counts), sharey=True)
     for axes, count in zip(panels, counts, strict=True):
-        for arm in ("allreduce", "delay-by-one", "dpsgd", "adpsgd", "server"):
+        for arm in ("allreduce", "delay-by-one", "dpsgd", "adpsgd", "ring", "server"):
             points = sorted(
                 (1 if row["setting"] == "equal" else int(row["setting"].removeprefix("slow-")), row["target_seconds"])
                 for row in rows

@@ -1,0 +1,162 @@
+"""Tables of the pages of studies, from their finished cells: `python -m benchmarks.study_tables speed-up`.
+
+The cells are in `docs/results/STUDY/cells.jsonl`, which `benchmarks.study_cells` writes.
+"""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from benchmarks.study_cells import read
+from starling.comparing.grid import CellResult, Point
+from starling.comparing.table import Estimate, estimate
+
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
+STRAGGLERS = ("allreduce", "delay-by-one", "dpsgd", "adpsgd", "ring", "server")
+SLOWNESS = ("equal", "slow-2", "slow-10", "slow-100")
+EARLY_LOSS, LOSS = 2.0, 1.4
+"""The target losses of the studies of stragglers and of speed-up, in nats per frame."""
+SPEED_UP: Mapping[str, str] = {
+    "allreduce": "`allreduce`",
+    "dpsgd": "`dpsgd`, random order",
+    "delay-by-one": "`delay-by-one`",
+    "ring": "`adpsgd`, ring",
+    "random": "`adpsgd`, random order",
+    "hadpsgd": "`hadpsgd`, four a node",
+    "server": "`parameter-server`",
+    "diloco": "`diloco`, every 16",
+}
+"""The arms of the study of speed-up."""
+
+
+def cells(study: str) -> list[CellResult]:
+    """The finished cells of a study."""
+    return read(RESULTS / study / "cells.jsonl")
+
+
+def text_of(found: Estimate) -> str:
+    """The estimate with two decimals, or with one from 10, such as `5.07 ± 1.07`."""
+    decimals = 2 if found.mean < 10 else 1
+    return f"{found.mean:.{decimals}f}" + ("" if found.half is None else f" ± {found.half:.{decimals}f}")
+
+
+def reached(target: float, results: Sequence[CellResult]) -> dict[int, Point]:
+    """The points at which the training loss falls to a target, by seed; empty unless all seeds reach it."""
+    points = {each.cell.seed: each.when(target) for each in results}
+    return {} if None in points.values() else {seed: point for seed, point in points.items() if point is not None}
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles), *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def stragglers(found: Sequence[CellResult]) -> list[list[str]]:
+    """Seconds to the target, by strategy, number of learners and slowness."""
+    rows = []
+    for learners in (4, 16, 64):
+        for arm in STRAGGLERS:
+            name, row = f"{arm}-{learners}", [f"`{arm}`", str(learners)]
+            for setting in SLOWNESS:
+                own = [each for each in found if (each.cell.arm, each.cell.setting) == (name, setting)]
+                seconds = [point.seconds for point in reached(EARLY_LOSS, own).values()]
+                row.append(text_of(estimate(seconds)) if seconds else "—")
+            rows.append(row)
+    times = ["equally fast", *(f"{slower} times slower" for slower in (2, 10, 100))]
+    return [_table(["strategy", "learners", *times], rows)]
+
+
+@dataclass(frozen=True)
+class Reached:
+    """The runs of an arm with a number of learners, at the rate with which they reach a loss first."""
+
+    rate: float
+    points: Mapping[int, Point]
+    """Where the loss is reached, by seed."""
+    gigabytes: float
+    """Bytes that all learners send until then, in units of 10^9, as a mean over seeds."""
+
+    def speed_up(self, alone: "Reached") -> Estimate:
+        """How many times as fast as one learner, paired by seed."""
+        return estimate([alone.points[seed].seconds / point.seconds for seed, point in self.points.items()])
+
+    def worth(self, alone: "Reached") -> Estimate:
+        """Worth of a mini-batch relative to one of a single learner: the mini-batches that this needs for the loss,
+        divided by those of the arm, paired by seed."""
+        return estimate([alone.points[seed].samples / point.samples for seed, point in self.points.items()])
+
+
+def fastest(found: Sequence[CellResult], arm: str, target: float) -> Reached | None:
+    """The rate of an arm with the smallest mean time to a loss, among those with which all seeds reach it."""
+    best: Reached | None = None
+    for rate in sorted({each.cell.rate for each in found if each.cell.arm == arm}):
+        own = [each for each in found if (each.cell.arm, each.cell.rate) == (arm, rate)]
+        if points := reached(target, own):
+            sent = [each.bytes_sent * points[each.cell.seed].samples / each.num_samples for each in own]
+            this = Reached(rate, points, fmean(sent) / 1e9)
+            if best is None or _mean_seconds(this) < _mean_seconds(best):
+                best = this
+    return best
+
+
+def _mean_seconds(reached: Reached) -> float:
+    return fmean(point.seconds for point in reached.points.values())
+
+
+def word_errors(found: Sequence[CellResult], arm: str) -> Estimate | None:
+    """The word error rate of an arm at the end of its budget, in per cent, at the rate with the best validation."""
+    own = [each for each in found if each.cell.arm == arm]
+    costs = {
+        rate: fmean(100.0 if each.diverged else each.valid or 0.0 for each in own if each.cell.rate == rate)
+        for rate in {each.cell.rate for each in own}
+    }
+    rate = min(costs, key=lambda rate: costs[rate])
+    scores = [each.test for each in own if each.cell.rate == rate and each.test is not None]
+    return estimate(scores) if scores else None
+
+
+def speed_up(found: Sequence[CellResult]) -> list[list[str]]:
+    """For each strategy and number of learners: seconds to the loss, speed-up, worth of a mini-batch, bytes, and the
+    word error rate at the end of the budget."""
+    alone = fastest(found, "one", LOSS)
+    if alone is None:
+        raise SystemExit("one learner does not reach the loss")
+    rows = [["one learner", "1", f"{alone.rate:g}", *_figures(alone, alone), _score(found, "one")]]
+    for learners in (8, 32, 128):
+        for arm, name in SPEED_UP.items():
+            if any(each.cell.arm == f"{arm}-{learners}" for each in found):
+                best = fastest(found, f"{arm}-{learners}", LOSS)
+                figures = ["—"] * 5 if best is None else [f"{best.rate:g}", *_figures(best, alone)]
+                rows.append([name, str(learners), *figures, _score(found, f"{arm}-{learners}")])
+    titles = ["strategy", "learners", "rate", "seconds", "speed-up", "worth", "GB", "WER, %"]
+    return [_table(titles, rows)]
+
+
+def _figures(best: Reached, alone: Reached) -> list[str]:
+    seconds = estimate([point.seconds for point in best.points.values()])
+    if best is alone:
+        return [text_of(seconds), "1", "1", "0"]
+    return [text_of(seconds), text_of(best.speed_up(alone)), text_of(best.worth(alone)), f"{best.gigabytes:.2f}"]
+
+
+def _score(found: Sequence[CellResult], arm: str) -> str:
+    score = word_errors(found, arm)
+    return "—" if score is None else text_of(score)
+
+
+TABLES: Mapping[str, Callable[[Sequence[CellResult]], list[list[str]]]] = {
+    "stragglers": stragglers,
+    "speed-up": speed_up,
+}
+"""Functions that return the tables of a page, each a list of lines."""
+
+
+def main() -> None:
+    """Print the tables of a study."""
+    for study in sys.argv[1:]:
+        print("\n\n".join("\n".join(lines) for lines in TABLES[study](cells(study))))
+
+
+if __name__ == "__main__":
+    main()
