@@ -14,7 +14,7 @@ from typing import Any
 
 from starling.comparing.grid import CellResult
 
-DIGITS = 5
+DIGITS = 4
 """Significant digits that are kept of each number."""
 
 
@@ -29,9 +29,14 @@ def main() -> None:
 
 
 def keep(experiment: Path, file: Path) -> None:
-    """Write all cells of a comparison to a file, in the order of their names."""
-    found = sorted((experiment / "cells").glob("*.json"))
-    _write([json.loads(each.read_text(encoding="utf-8")) for each in found], file)
+    """Write the cells of a comparison to a file, in the order of their names: all of them, or once the comparison is
+    complete, those on which its table rests."""
+    files, results = sorted((experiment / "cells").glob("*.json")), experiment / "results.json"
+    names = {each.stem for each in files}
+    if results.exists() and results.stat().st_mtime >= max(each.stat().st_mtime for each in files):
+        cells = json.loads(results.read_text(encoding="utf-8"))["cells"]  # without those of earlier grids
+        names = {CellResult.model_validate(each).cell.name for each in cells}
+    _write([json.loads(each.read_text(encoding="utf-8")) for each in files if each.stem in names], file)
 
 
 def keep_rows(experiment: Path, file: Path) -> None:

@@ -1,19 +1,27 @@
 """Tables of the pages of studies, from their finished cells: `python -m benchmarks.study_tables speed-up`.
 
-The cells are in `docs/results/STUDY/cells.jsonl`, which `benchmarks.study_cells` writes.
+The cells are in `docs/results/STUDY/cells.jsonl`, which `benchmarks.study_cells` writes. `--plan` writes the file in
+which `starling plan` finds how many mini-batches a strategy needs.
 """
 
+import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
+
+import yaml
 
 from benchmarks.study_cells import read
 from starling.comparing.grid import CellResult, Point
 from starling.comparing.table import Estimate, estimate
 
-RESULTS = Path(__file__).parents[1] / "docs" / "results"
+ROOT = Path(__file__).parents[1]
+RESULTS, RECIPE = ROOT / "docs" / "results", ROOT / "recipes" / "speed_up.yaml"
+PLAN = ROOT / "src" / "starling" / "predict" / "data_need.json"
 STRAGGLERS = ("allreduce", "delay-by-one", "dpsgd", "adpsgd", "ring", "server")
 SLOWNESS = ("equal", "slow-2", "slow-10", "slow-100")
 EARLY_LOSS, LOSS = 2.0, 1.4
@@ -72,6 +80,8 @@ class Reached:
     """The runs of an arm with a number of learners, at the rate with which they reach a loss first."""
 
     rate: float
+    is_edge: bool
+    """Whether the rate is at an end of its grid, so that a better one may lie beyond."""
     points: Mapping[int, Point]
     """Where the loss is reached, by seed."""
     gigabytes: float
@@ -90,14 +100,21 @@ class Reached:
 def fastest(found: Sequence[CellResult], arm: str, target: float) -> Reached | None:
     """The rate of an arm with the smallest mean time to a loss, among those with which all seeds reach it."""
     best: Reached | None = None
-    for rate in sorted({each.cell.rate for each in found if each.cell.arm == arm}):
+    rates = _rates(found, arm)
+    for rate in rates:
         own = [each for each in found if (each.cell.arm, each.cell.rate) == (arm, rate)]
         if points := reached(target, own):
             sent = [each.bytes_sent * points[each.cell.seed].samples / each.num_samples for each in own]
-            this = Reached(rate, points, fmean(sent) / 1e9)
+            this = Reached(rate, rate in (rates[0], rates[-1]), points, fmean(sent) / 1e9)
             if best is None or _mean_seconds(this) < _mean_seconds(best):
                 best = this
     return best
+
+
+def _rates(found: Sequence[CellResult], arm: str) -> list[float]:
+    """The rates of an arm that have all its seeds, in ascending order."""
+    seeds = Counter(each.cell.rate for each in found if each.cell.arm == arm)
+    return sorted(rate for rate, count in seeds.items() if count == max(seeds.values()))
 
 
 def _mean_seconds(reached: Reached) -> float:
@@ -109,7 +126,7 @@ def word_errors(found: Sequence[CellResult], arm: str) -> Estimate | None:
     own = [each for each in found if each.cell.arm == arm]
     costs = {
         rate: fmean(100.0 if each.diverged else each.valid or 0.0 for each in own if each.cell.rate == rate)
-        for rate in {each.cell.rate for each in own}
+        for rate in _rates(found, arm)
     }
     rate = min(costs, key=lambda rate: costs[rate])
     scores = [each.test for each in own if each.cell.rate == rate and each.test is not None]
@@ -117,32 +134,58 @@ def word_errors(found: Sequence[CellResult], arm: str) -> Estimate | None:
 
 
 def speed_up(found: Sequence[CellResult]) -> list[list[str]]:
-    """For each strategy and number of learners: seconds to the loss, speed-up, worth of a mini-batch, bytes, and the
-    word error rate at the end of the budget."""
-    alone = fastest(found, "one", LOSS)
-    if alone is None:
-        raise SystemExit("one learner does not reach the loss")
-    rows = [["one learner", "1", f"{alone.rate:g}", *_figures(alone, alone), _score(found, "one")]]
-    for learners in (8, 32, 128):
-        for arm, name in SPEED_UP.items():
-            if any(each.cell.arm == f"{arm}-{learners}" for each in found):
-                best = fastest(found, f"{arm}-{learners}", LOSS)
-                figures = ["—"] * 5 if best is None else [f"{best.rate:g}", *_figures(best, alone)]
-                rows.append([name, str(learners), *figures, _score(found, f"{arm}-{learners}")])
-    titles = ["strategy", "learners", "rate", "seconds", "speed-up", "worth", "GB", "WER, %"]
-    return [_table(titles, rows)]
+    """For an early and a lower loss, strategies and numbers of learners: seconds, speed-up, worth of a mini-batch, and
+    bytes; and the word error rate at the end of the budget."""
+    tables = []
+    for target in (EARLY_LOSS, LOSS):
+        alone = fastest(found, "one", target)
+        if alone is None:
+            raise SystemExit(f"one learner does not reach a loss of {target:g}")
+        rows = [["one learner", "1", *_figures(alone, alone), _score(found, "one")]]
+        for learners in (8, 32, 128):
+            for arm, name in SPEED_UP.items():
+                if any(each.cell.arm == f"{arm}-{learners}" for each in found):
+                    best = fastest(found, f"{arm}-{learners}", target)
+                    figures = ["—"] * 5 if best is None else _figures(best, alone)
+                    rows.append([name, str(learners), *figures, _score(found, f"{arm}-{learners}")])
+        titles = ["strategy", "learners", "rate", f"seconds to {target:g}", "speed-up", "worth", "GB", "WER, %"]
+        tables.append(_table(titles, rows))
+    return tables
 
 
 def _figures(best: Reached, alone: Reached) -> list[str]:
-    seconds = estimate([point.seconds for point in best.points.values()])
+    rate = f"{best.rate:g}" + "!" * best.is_edge
+    seconds = text_of(estimate([point.seconds for point in best.points.values()]))
     if best is alone:
-        return [text_of(seconds), "1", "1", "0"]
-    return [text_of(seconds), text_of(best.speed_up(alone)), text_of(best.worth(alone)), f"{best.gigabytes:.2f}"]
+        return [rate, seconds, "1", "1", "0"]
+    return [rate, seconds, text_of(best.speed_up(alone)), text_of(best.worth(alone)), f"{best.gigabytes:.2f}"]
 
 
 def _score(found: Sequence[CellResult], arm: str) -> str:
     score = word_errors(found, arm)
     return "—" if score is None else text_of(score)
+
+
+def data_needs(found: Sequence[CellResult]) -> list[dict[str, Any]]:
+    """The mini-batches that each strategy needs for `EARLY_LOSS`, relative to one learner, by number of learners: the
+    mean over seeds, and the ends of its interval, of which the lower is at least half the smallest ratio."""
+    alone = fastest(found, "one", EARLY_LOSS)
+    arms = yaml.safe_load(RECIPE.read_text(encoding="utf-8"))["compare"]["arms"]
+    needs: dict[str, dict[str, Any]] = {}
+    for name, given in arms.items():
+        arm, _, learners = name.rpartition("-")
+        best = fastest(found, name, EARLY_LOSS)
+        if arm and alone and best:
+            ratios = [point.samples / alone.points[seed].samples for seed, point in best.points.items()]
+            need = estimate(ratios)
+            low = max(need.mean - (need.half or 0.0), min(ratios) / 2)
+            own = needs.setdefault(arm, {"strategy": _named(given["strategy"]), "needs": {}})
+            own["needs"][learners] = [round(each, 3) for each in (need.mean, low, need.mean + (need.half or 0.0))]
+    return list(needs.values())
+
+
+def _named(strategy: str | dict[str, Any]) -> dict[str, Any]:
+    return {"name": strategy} if isinstance(strategy, str) else strategy
 
 
 TABLES: Mapping[str, Callable[[Sequence[CellResult]], list[list[str]]]] = {
@@ -153,7 +196,10 @@ TABLES: Mapping[str, Callable[[Sequence[CellResult]], list[list[str]]]] = {
 
 
 def main() -> None:
-    """Print the tables of a study."""
+    """Print the tables of a study, or with `--plan` write what `starling plan` tells of the study of speed-up."""
+    if sys.argv[1:] == ["--plan"]:
+        PLAN.write_text(json.dumps(data_needs(cells("speed-up")), indent=1) + "\n", encoding="utf-8")
+        return
     for study in sys.argv[1:]:
         print("\n\n".join("\n".join(lines) for lines in TABLES[study](cells(study))))
 

@@ -1,17 +1,21 @@
 """Pictures of studies, from what `starling compare` kept of them.
 
-`python docs/pictures/studies.py stragglers exp/stragglers FILE.svg`, and so with `topology` and `large-batches`.
+`python docs/pictures/studies.py stragglers exp/stragglers FILE.svg`, and so with `topology` and `large-batches`. For
+`speed-up`, the folder is docs/results/speed-up, which has the cells.
 """
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
+from benchmarks.study_cells import read
+from benchmarks.study_tables import EARLY_LOSS, LOSS, SPEED_UP, fastest
+from starling.comparing.grid import CellResult
 from starling.topology import PATTERNS, distance_of_noise
 
 COLOURS = {
@@ -51,7 +55,7 @@ def stragglers(rows: Rows) -> Figure:
         axes.set_title(f"{count} learners", fontsize=9)
         axes.set_xlabel("one learner is slower by")
     panels[0].set_ylabel("simulated seconds to the target")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
     return figure
 
 
@@ -106,6 +110,39 @@ def large_batches(rows: Rows) -> Figure:
     return figure
 
 
+def speed_up(cells: Sequence[CellResult]) -> Figure:
+    """Speed-up against the number of learners, to an early and to a lower loss, with linear speed-up and the published
+    one."""
+    figure = Figure(figsize=(7.4, 3.6), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, target in zip(panels, (EARLY_LOSS, LOSS), strict=True):
+        alone = fastest(cells, "one", target)
+        for number, (arm, name) in enumerate(SPEED_UP.items()):
+            found = {count: fastest(cells, f"{arm}-{count}", target) for count in (8, 32, 128)}
+            points = {count: each.speed_up(alone) for count, each in found.items() if each and alone}
+            places = [count * 1.05 ** (number - 3.5) for count in points]
+            axes.errorbar(
+                places,
+                [each.mean for each in points.values()],
+                [each.half or 0.0 for each in points.values()],
+                fmt="o-",
+                color=mpl.colormaps["tab10"](number),
+                markersize=3,
+                capsize=2,
+                linewidth=1.0,
+                label=name.replace("`", ""),
+            )
+        axes.plot([1, 128], [1, 128], "k:", linewidth=1.0, label="linear")
+        axes.vlines(64, 37, 40, color="#000000", linewidth=4, label="published, 64 V100")
+        axes.set(xscale="log", yscale="log", xlabel="learners", title=f"to a loss of {target:g}")
+        axes.set_xticks([1, 8, 32, 128], ["1", "8", "32", "128"])
+        axes.set_yticks([1, 2, 4, 8, 16, 32, 64, 128], ["1", "2", "4", "8", "16", "32", "64", "128"])
+        axes.minorticks_off()
+    panels[0].set_ylabel("speed-up over one learner")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
 DRAWINGS: dict[str, Callable[[Rows], Figure]] = {
     "stragglers": stragglers,
     "topology": topology,
@@ -116,9 +153,12 @@ DRAWINGS: dict[str, Callable[[Rows], Figure]] = {
 def main() -> None:
     """Draw what the arguments name."""
     study, folder, file = sys.argv[1:]
-    rows = json.loads((Path(folder) / "results.json").read_text(encoding="utf-8"))["rows"]
     with mpl.rc_context({"svg.hashsalt": "starling", "svg.fonttype": "none", "font.size": 9}):
-        DRAWINGS[study](rows).savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+        if study == "speed-up":
+            figure = speed_up(read(Path(folder) / "cells.jsonl"))
+        else:
+            figure = DRAWINGS[study](json.loads((Path(folder) / "results.json").read_text(encoding="utf-8"))["rows"])
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from starling.predict.costs import (
 )
 from starling.predict.measure import fit_compute, fit_link, gradient_times
 from starling.predict.plan import TIE, Plan, plan, ranked, read_cluster
-from starling.predict.predict import WORTH, Arm, Machines, Prediction, bisect, simulate
+from starling.predict.predict import WORTH, Arm, Machines, Prediction, bisect, data_need, simulate
 from starling.strategies import NoOptions
 from starling.toy import regression
 from starling.training.faults import Kill
@@ -627,3 +627,32 @@ def test_a_simulation_has_each_learners_counters_and_refuses_learners_that_do_no
         starling.simulate(replace(job, faults=(Kill(kill=9, at_step=3),)), learners=4)
     with pytest.raises(ConfigError, match="compute"):
         starling.simulate(job, learners=4, cluster={"computing": {"seconds": 0.5}})
+
+
+def test_the_need_of_data_is_interpolated_between_the_studys_numbers_of_learners() -> None:
+    arm = Arm.of({"name": "adpsgd", "pattern": "random"})
+    alone, eight, between, most, beyond = (data_need(arm, count) for count in (1, 8, 16, 128, 512))
+    assert alone and eight and between and most and beyond
+    assert (alone.mean, alone.low, alone.high) == (1.0, 1.0, 1.0)
+    assert 1.0 < eight.low < eight.mean < between.mean < most.mean == beyond.mean
+    assert [each.is_extrapolated for each in (alone, eight, between, most, beyond)] == [False] * 4 + [True]
+    assert beyond.short == f"~{most.short}"
+
+
+def test_other_options_are_marked_and_sizes_of_a_cluster_are_not() -> None:
+    other = data_need(Arm.of({"name": "adpsgd", "pattern": "random", "period": 4}), 8)
+    sizes = (
+        data_need(Arm.of({"name": "hadpsgd", "per_node": 8}), 8),
+        data_need(Arm.of({"name": "parameter-server", "shards": 4}), 8),
+    )
+    assert other and other.is_extrapolated
+    assert all(each and not each.is_extrapolated for each in sizes)
+    assert data_need(Arm.of({"name": "bmuf"}), 8) is None
+
+
+def test_records_have_the_parts_of_the_need_of_data() -> None:
+    found = plan(regression("allreduce"), preset="v100-2019", learners=[8], strategies=["allreduce", "bmuf"])
+    first, other = sorted(found.records(), key=lambda row: row["strategy"])
+    assert first["data_mean"] == data_need(Arm.of({"name": "allreduce"}), 8).mean  # type: ignore[union-attr]
+    assert first["data_is_extrapolated"] is False and other["data_mean"] is None
+    assert "data" not in first

@@ -223,7 +223,7 @@ def show_plan(
         tell(f"{'  ' * is_choice}{line}")
     output_console.print(table := plan_table(found, budget, output_console.width, is_trusted))
     shown = {str(each.header) for each in table.columns}
-    if hidden := [name for name in ("wait", "exchange", "MB/s", "stale") if name not in shown]:
+    if hidden := [name for name in ("data", "wait", "exchange", "MB/s", "stale") if name not in shown]:
         tell(f"left out for want of room: {', '.join(hidden)}")
     for line in _lines(found, explain, crossings):
         tell(line)
@@ -289,6 +289,8 @@ def plan_table(plan: Plan, budget: Budget, width: int, is_trusted: bool) -> Tabl
         whole = "run" if budget.epochs in (None, 1) else f"{budget.epochs:g} epochs"
         columns[f"{whole}, {unit}"] = lambda row: short(per_hour * row.hours)
         columns["interval"] = lambda row: f"{short(per_hour * row.hours_low)} to {short(per_hour * row.hours_high)}"
+    if any(row.data is not None for row in rows):
+        columns["data"] = lambda row: "" if row.data is None else str(row.data) if is_wide else row.data.short
     columns |= {
         "compute": lambda row: f"{row.computing:.0%}",
         "wait": lambda row: f"{row.waiting:.0%}",
@@ -305,7 +307,7 @@ def plan_table(plan: Plan, budget: Budget, width: int, is_trusted: bool) -> Tabl
     words = [[name] if is_wide else re.split("(?<=,) ", name) for name in cells]
     widths = {name: max(map(len, [*own, *cells[name]])) for name, own in zip(cells, words, strict=True)}
     longest, widths["strategy"] = widths["strategy"], 16
-    for name in ("memory", "exchange", "stale", "wait"):
+    for name in ("memory", "exchange", "stale", "wait", "data"):
         if sum(widths.values()) + 2 * len(widths) > width:
             widths.pop(name, None)
     spare = max(0, width - sum(widths.values()) - 2 * len(widths))
@@ -337,6 +339,8 @@ _EXPLANATIONS = (
     "times: the steady speed of the strategy's own code on the simulated clock, the median of 3 seeds",
     "interval: these seeds, the 95 % interval of the gradient time, and the error of the last validation",
     "wait: the waiting that remains if every message arrives at once; exchange: what a faster link would end",
+    "data: mini-batches of all learners for the same early loss, relative to one learner, in the study of speed-up "
+    "(docs/results/speed-up.md), whose model is small; ~: the study has fewer learners, or other options",
     "MB/s: megabytes that a learner sends per second of the run, inside its node and to others together; stale: mean "
     "staleness, and the 95 % quantile",
     "recommended: the most progress, which is speed times the worth of a mini-batch, or, within 5 % of that, the "

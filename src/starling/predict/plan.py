@@ -23,7 +23,7 @@ from starling.errors import ConfigError
 from starling.files import writing
 from starling.predict.costs import Costs, JobFacts, Preset, Profile, find_costs, loaded, memory_of
 from starling.predict.measure import has_nodes
-from starling.predict.predict import WORTH, Arm, Machines, Prediction, bisect, predict, simulate
+from starling.predict.predict import WORTH, Arm, DataNeed, Machines, Prediction, bisect, data_need, predict, simulate
 from starling.recipe.run import StrategyChoice, strategy_problems
 from starling.reporting.epochs import mean_staleness
 from starling.reporting.progress import Say
@@ -215,6 +215,8 @@ class Forecast:
     """Worth of a mini-batch in the recommendation, relative to one of `allreduce`."""
     options: str = ""
     """Options of the strategy that were given, or the best ones, if several sets were tried."""
+    data: DataNeed | None = None
+    """Mini-batches for the same early loss, relative to one learner; None if no study has the strategy."""
 
     def __str__(self) -> str:
         return f"{self.strategy} ({self.options})" if self.options else self.strategy
@@ -264,14 +266,17 @@ class Plan:
     """The largest relative error of a prediction at the last validation; None if nothing was validated."""
 
     def records(self) -> list[dict[str, Any]]:
-        """Return the rows as dictionaries."""
-        return [asdict(row) for row in self.rows]
+        """Return the rows as dictionaries. The parts of `data` have keys of their own, such as `data_mean`."""
+        needs = [{} if row.data is None else asdict(row.data) for row in self.rows]
+        parts = [field.name for field in fields(DataNeed)]
+        rows = [{key: value for key, value in asdict(row).items() if key != "data"} for row in self.rows]
+        return [row | {f"data_{part}": need.get(part) for part in parts} for row, need in zip(rows, needs, strict=True)]
 
     def write_csv(self, path: Path) -> None:
         """Write the rows as a table that spreadsheets and `pandas.read_csv` can read. Raises `ConfigError` if the file
         cannot be written."""
         with writing(f"output {path}", "write to another file"), path.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, [field.name for field in fields(Forecast)])
+            writer = csv.DictWriter(file, list(self.records()[0]))
             writer.writeheader()
             writer.writerows(self.records())
 
@@ -408,6 +413,7 @@ def _row(found: Prediction, machines: Machines, budget: Budget, price: float | N
         cost=None if price is None else price * world * hours(seconds),
         worth=found.worth,
         options=arm.words,
+        data=data_need(arm, world),
     )
 
 

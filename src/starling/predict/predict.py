@@ -2,13 +2,17 @@
 simulated clock with the costs of a job.
 """
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal, cast
+
+import numpy as np
 
 from starling.configuration import Config
 from starling.engines.virtual.cluster import Cluster, LinkModel, MemoryModel, NodeModel
@@ -50,10 +54,9 @@ LIKE = 1.05
 WORTH = 0.6
 """Worth of a mini-batch relative to one of `allreduce`, if gradients are stale or learners' models differ.
 
-It was measured up to one early loss with 16 equal learners: 476 mini-batches under `allreduce`, about 800 under
-`adpsgd`, which gives 0.60 (docs/results/stragglers.md). The runs that chose the rates there gave 0.69 for
-`delay-by-one`, 0.65 for `dpsgd` and 0.64 for `adpsgd` (stragglers/rates.md, one seed). A difference between the three
-was not shown, and nothing like it has been measured for other strategies: one number is used for all.
+It was measured up to one early loss with 16 equal learners: 465 mini-batches under `allreduce`, 791 under `adpsgd` in
+random order, which gives 0.59, 739 under `delay-by-one` and 824 under `dpsgd` (docs/results/stragglers.md). The
+intervals of the three overlap, and nothing like it was measured for other strategies: one number is used for all.
 """
 WORTH_OF_A_DOUBLING = 0.98
 """Factor of `WORTH` for each doubling of the averaging period. It was not measured; its purpose is to select the
@@ -87,6 +90,45 @@ class Arm:
 
     def __str__(self) -> str:
         return f"{self.name} ({self.words})" if self.given else self.name
+
+
+@dataclass(frozen=True)
+class DataNeed:
+    """Mini-batches that all learners together need for an early loss, as a multiple of those of one learner. The study
+    of speed-up measured them (docs/results/speed-up.md); `low` to `high` is the 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+    is_extrapolated: bool
+    """Whether the study has other options of the strategy, or fewer learners."""
+
+    @property
+    def short(self) -> str:
+        """The mean, as `2.1` or, if it is extrapolated, `~2.1`."""
+        return "~" * self.is_extrapolated + f"{self.mean:.2g}"
+
+    def __str__(self) -> str:
+        return f"{self.short} ({self.low:.2g} to {self.high:.2g})"
+
+
+def data_need(arm: Arm, learners: int) -> DataNeed | None:
+    """Return what a strategy needs, interpolated between the numbers of learners of the study; None if the study lacks
+    the strategy."""
+    study = json.loads(Path(__file__).with_name("data_need.json").read_text(encoding="utf-8"))
+    own = [each for each in study if each["strategy"]["name"] == arm.name]
+    if not own:
+        return None
+    alike = [each for each in own if _sizeless(Arm.of(each["strategy"]).options) == _sizeless(arm.options)]
+    needs = {1: (1.0, 1.0, 1.0)} | {int(each): need for each, need in (alike or own)[-1]["needs"].items()}
+    logs = np.log([*needs]), np.log([*needs.values()])
+    mean, low, high = (math.exp(np.interp(math.log(learners), logs[0], each)) for each in logs[1].T)
+    return DataNeed(mean, low, high, is_extrapolated=not alike or learners > max(needs))
+
+
+def _sizeless(options: Config) -> Config:
+    """Return options with the same number of servers, and of learners in a super-learner, as those of other arms."""
+    return options.model_copy(update=dict.fromkeys({"shards", "per_node"} & type(options).model_fields.keys(), 1))
 
 
 @dataclass(frozen=True, eq=False)
