@@ -44,9 +44,9 @@ def cells(study: str) -> list[CellResult]:
     return read(RESULTS / study / "cells.jsonl")
 
 
-def text_of(found: Estimate) -> str:
+def text_of(found: Estimate, decimals: int = 2) -> str:
     """The estimate with two decimals, or with one from 10, such as `5.07 ± 1.07`."""
-    decimals = 2 if found.mean < 10 else 1
+    decimals = decimals if found.mean < 10 else 1
     return f"{found.mean:.{decimals}f}" + ("" if found.half is None else f" ± {found.half:.{decimals}f}")
 
 
@@ -91,9 +91,8 @@ class Reached:
         """How many times as fast as one learner, paired by seed."""
         return estimate([alone.points[seed].seconds / point.seconds for seed, point in self.points.items()])
 
-    def worth(self, alone: "Reached") -> Estimate:
-        """Worth of a mini-batch relative to one of a single learner: the mini-batches that this needs for the loss,
-        divided by those of the arm, paired by seed."""
+    def data_efficiency(self, alone: "Reached") -> Estimate:
+        """The mini-batches that one learner needs for the loss, divided by those of the arm, paired by seed."""
         return estimate([alone.points[seed].samples / point.samples for seed, point in self.points.items()])
 
 
@@ -134,8 +133,8 @@ def word_errors(found: Sequence[CellResult], arm: str) -> Estimate | None:
 
 
 def speed_up(found: Sequence[CellResult]) -> list[list[str]]:
-    """For an early and a lower loss, strategies and numbers of learners: seconds, speed-up, worth of a mini-batch, and
-    bytes; and the word error rate at the end of the budget."""
+    """For an early and a lower loss, strategies and numbers of learners: seconds, speed-up, data efficiency and bytes;
+    and the word error rate at the end of the budget."""
     tables = []
     for target in (EARLY_LOSS, LOSS):
         alone = fastest(found, "one", target)
@@ -148,7 +147,16 @@ def speed_up(found: Sequence[CellResult]) -> list[list[str]]:
                     best = fastest(found, f"{arm}-{learners}", target)
                     figures = ["—"] * 5 if best is None else _figures(best, alone)
                     rows.append([name, str(learners), *figures, _score(found, f"{arm}-{learners}")])
-        titles = ["strategy", "learners", "rate", f"seconds to {target:g}", "speed-up", "worth", "GB", "WER, %"]
+        titles = [
+            "strategy",
+            "learners",
+            "rate",
+            f"seconds to {target:g}",
+            "speed-up",
+            "data efficiency",
+            "GB",
+            "WER, %",
+        ]
         tables.append(_table(titles, rows))
     return tables
 
@@ -158,7 +166,13 @@ def _figures(best: Reached, alone: Reached) -> list[str]:
     seconds = text_of(estimate([point.seconds for point in best.points.values()]))
     if best is alone:
         return [rate, seconds, "1", "1", "0"]
-    return [rate, seconds, text_of(best.speed_up(alone)), text_of(best.worth(alone)), f"{best.gigabytes:.2f}"]
+    return [
+        rate,
+        seconds,
+        text_of(best.speed_up(alone)),
+        text_of(best.data_efficiency(alone), 3),
+        f"{best.gigabytes:.2f}",
+    ]
 
 
 def _score(found: Sequence[CellResult], arm: str) -> str:
