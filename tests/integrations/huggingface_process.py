@@ -389,11 +389,11 @@ def accelerated_resume(rank: int, folder: Path) -> None:
             accelerator.load_state(str(folder / "state"))
             found["weights"], found["moments"] = weights(model), moments(optimizer.optimizer, model)
         with context as local:
-            for batch in DataLoader(dataset, batch_size=BATCH, sampler=sampler):
+            for number, batch in enumerate(DataLoader(dataset, batch_size=BATCH, sampler=sampler), start=1):
                 step(accelerator, model, optimizer, local, batch)
                 if part == "first" and rank == 1:
                     await_file(folder / "state" / "custom_checkpoint_0.pkl")
-                if part == "first" and local.learner.stats().steps == 4:
+                if part == "first" and number == 4:  # by own count, so that it saves once
                     with local.learner.consensus():
                         if accelerator.is_main_process:
                             accelerator.save_state(str(folder / "state"))
