@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from benchmarks import by_nodes
 from benchmarks.study_tables import PLAN, RESULTS, TABLES, cells, data_needs
 
 
@@ -22,3 +23,8 @@ def test_a_plan_tells_what_the_study_measured() -> None:
 
 def test_pictures_of_studies_exist() -> None:
     assert all((RESULTS / study / f"{study}.svg").exists() for study in TABLES)
+
+
+def test_the_map_of_nodes_is_that_of_its_file() -> None:
+    found = json.loads(by_nodes.RESULTS.read_text(encoding="utf-8"))
+    assert by_nodes.tables(found) in (RESULTS / "topology.md").read_text(encoding="utf-8")
