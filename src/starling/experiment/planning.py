@@ -340,7 +340,7 @@ _EXPLANATIONS = (
     "interval: these seeds, the 95 % interval of the gradient time, and the error of the last validation",
     "wait: the waiting that remains if every message arrives at once; exchange: what a faster link would end",
     "data: mini-batches of all learners for the same early loss, relative to one learner, in the study of speed-up "
-    "(docs/results/speed-up.md), whose model is small; ~: the study has fewer learners, or other options",
+    "(docs/results/speed-up.md), whose mini-batches are small; ~: the study has fewer learners, or other options",
     "MB/s: megabytes that a learner sends per second of the run, inside its node and to others together; stale: mean "
     "staleness, and the 95 % quantile",
     "recommended: the most progress, which is speed times the worth of a mini-batch, or, within 5 % of that, the "

@@ -144,6 +144,7 @@ def batches_in(found: Sequence[Path], ends: Sequence[Position | None]) -> Iterat
     """The mini-batches of segments that are in the weights of a checkpoint at the end of each; an end of None includes
     all of them. Raises DataError if the record is damaged."""
     for segment, end in zip(found, ends, strict=True):
+        missing = set() if end is None else {each.step for each in end.outstanding}
         for learner, place, event in events_in(segment):
             if event is None:
                 raise DataError(f"{place}: damaged: not an event, or not as it was written")
@@ -153,7 +154,6 @@ def batches_in(found: Sequence[Path], ends: Sequence[Position | None]) -> Iterat
                     batch = SeenBatch(learner, ticket, tuple(event["ids"]))
                 except (KeyError, TypeError, ValueError):
                     raise DataError(f"{place}: {str(event)[:80]!r} is not a mini-batch") from None
-                missing = () if end is None else {each.step for each in end.outstanding}
                 if end is None or (ticket.step < end.next_ticket.step and ticket.step not in missing):
                     yield batch
 

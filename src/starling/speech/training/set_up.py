@@ -153,17 +153,17 @@ def _untrained(
 def _sizes(recipe: Recipe, num_tokens: int, states: TiedStates | None, batches: int) -> str:
     """A description of the outputs, the mini-batches, and the amount that the learners process at a time."""
     kind = "learner" if recipe.island.tensor == 1 else "island"
-    learners = kind if recipe.num_workers == 1 else f"{kind}s"
+    learners = f"{kind} takes" if recipe.num_workers == 1 else f"{kind}s take"
     if states is None or recipe.sequences is None:
         seconds = recipe.batches.max_duration * recipe.batches.accumulate
         return (
             f"{num_tokens} tokens, {batches} mini-batches of up to {seconds:g} s of audio in the first epoch; "
-            f"{recipe.num_workers} {learners} take {seconds * recipe.num_workers:g} s at a time"
+            f"{recipe.num_workers} {learners} {seconds * recipe.num_workers:g} s at a time"
         )
     size = recipe.sequences.batch * recipe.batches.accumulate
     return (
         f"{states.num_states} tied states, {batches} mini-batches of up to {size} sub-sequences of "
-        f"{recipe.sequences.frames} frames in an epoch; {recipe.num_workers} {learners} take "
+        f"{recipe.sequences.frames} frames in an epoch; {recipe.num_workers} {learners} "
         f"{size * recipe.num_workers} at a time"
     )
 
