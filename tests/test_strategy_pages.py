@@ -19,11 +19,10 @@ from starling.topology import (
     accelerated_contraction,
     acceleration_constants,
     custom,
-    expected_contraction,
     mixing_product,
     spectral_gap,
 )
-from tests.contract.oracle import pairs_contraction, random_ring_contraction, ring_eigenvalues
+from tests.contract.oracle import expected_contraction, pairs_contraction, random_ring_contraction, ring_eigenvalues
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs" / "strategies"

@@ -21,7 +21,6 @@ from starling.topology import (
     complete_graph,
     custom,
     distance_of_noise,
-    expected_contraction,
     exponential,
     find_topology,
     identity,
@@ -34,7 +33,7 @@ from starling.topology import (
     ring,
     spectral_gap,
 )
-from tests.contract.oracle import pairs_contraction, random_ring_contraction, ring_eigenvalues
+from tests.contract.oracle import expected_contraction, pairs_contraction, random_ring_contraction, ring_eigenvalues
 
 names = st.sampled_from(sorted(PATTERNS))
 worlds = st.integers(1, 40)
@@ -349,12 +348,6 @@ def test_a_request_for_an_unknown_learner_or_round_is_an_error(k: int, rank: int
             topology.sources(k, rank)
         with pytest.raises(ValueError, match=f"round {k}, learner {rank}: .* 0 to 3"):
             topology.targets(k, rank)
-
-
-def test_an_average_over_no_rounds_is_refused() -> None:
-    """0 is not taken for the default."""
-    with pytest.raises(ValueError, match="0 rounds"):
-        expected_contraction(ring(4), 0)
 
 
 def uneven(k: int, rank: int, world: int) -> Mapping[int, float]:

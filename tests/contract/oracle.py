@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from starling.strategies.parts.means import Compression
-from starling.topology import PATTERNS, complete, find_topology, identity
+from starling.topology import PATTERNS, Topology, complete, find_topology, identity
 from starling.training.flat import trainable
 from starling.workload import Ticket
 from tests.contract.cases import CHOICES, PERIODIC
@@ -366,6 +366,14 @@ def random_ring_contraction(world: int) -> float:
     with |T|^2 = L/3 the sum of the squared entries of a ring's matrix.
     """
     return (world - 3) / (3 * (world - 1)) if world >= 3 else 0.0
+
+
+def expected_contraction(topology: Topology, rounds: int | None = None) -> float:
+    """The factor by which a round reduces the expected squared distance in the slowest mode: the largest eigenvalue of
+    the mean of T T^T orthogonal to the mean. By default, over a period of a pattern that repeats, which is exact."""
+    numbers = range(rounds or topology.period or 1024)
+    average = np.mean([topology.matrix(k) @ topology.matrix(k).T for k in numbers], axis=0)
+    return float(max(0.0, np.linalg.eigvalsh(average - complete(topology.world)).max()))
 
 
 def pairs_contraction(world: int) -> float:

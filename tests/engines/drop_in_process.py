@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import starling
 from starling.engines.loop.learner import LoopLearner
+from starling.errors import PeerLost
 from starling.launch.link import Link, reported_errors
 from starling.training.flat import trainable
 from starling.workload import Ticket
@@ -164,7 +165,12 @@ def main(cases: dict[str, Any], folder: Path) -> None:
     if any(case.get("late") == rank for case in cases.values()):
         _begin_late()
     for name, case in cases.items():
-        outcome = run_troubled(rank, case) if case.get("troubled") else run(rank, case)
+        try:
+            outcome = run_troubled(rank, case) if case.get("troubled") else run(rank, case)
+        except (ValueError, PeerLost) as error:
+            if not case.get("is_caught"):
+                raise
+            outcome = {"is_own_error": torch.tensor(isinstance(error, ValueError))}
         save_file(outcome, folder / f"{name}-{rank}.safetensors")
 
 

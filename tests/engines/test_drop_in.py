@@ -401,6 +401,21 @@ def test_survivors_name_the_learner_that_failed(strategy: str, fails: str, code:
         assert f"PeerLost: learner {rank} lost learner 1" in ends[rank][1], ends[rank]
 
 
+@pytest.mark.parametrize("strategy", ["adpsgd", "allreduce", "parameter-server"])
+def test_processes_join_again_after_a_failure_that_the_user_has_caught(strategy: str, tmp_path: Path) -> None:
+    """Both the learner that failed, and those that lost it: no group of the failed run is left on either."""
+    failing = {"strategy": strategy, "fails": "raises", "steps": {"0": 4000, "2": 4000}, "is_caught": True}
+    again = {"strategy": strategy, "steps": {"0": 5, "1": 5, "2": 5}}
+    with start_learners(command({"fails": failing, "again": again}, tmp_path), 3, tmp_path) as learners:
+        ends = [learners.end(rank) for rank in range(3)]
+    assert [code for code, _ in ends] == [0, 0, 0], ends
+    failed = [load_file(tmp_path / f"fails-{rank}.safetensors")["is_own_error"].item() for rank in range(3)]
+    assert failed == [False, True, False]
+    after = [load_file(tmp_path / f"again-{rank}.safetensors") for rank in range(3)]
+    assert all(torch.equal(each["start"], after[0]["start"]) for each in after)
+    assert all(not torch.equal(each["weights"], each["start"]) for each in after)
+
+
 def test_who_waits_in_close_hears_that_a_learner_died_while_it_evaluated(tmp_path: Path) -> None:
     """All have made their last steps; however long an evaluation takes, only a death ends the wait."""
     failing = command({"fails": {"strategy": "adpsgd", "fails": "evaluating"}}, Path())

@@ -448,9 +448,6 @@ def find_topology(pattern: str, world: int, seed: int, is_balanced: bool = True)
     return custom(world, function, is_balanced=is_balanced)
 
 
-_ROUNDS_AVERAGED = 1024
-
-
 def identity(world: int) -> Matrix:
     """Return the matrix `[L, L]` under which no learner averages with another."""
     return np.eye(world)
@@ -491,34 +488,6 @@ def mixing_product(topology: Topology, rounds: int, first: int = 0) -> Matrix:
     return product
 
 
-def expected_contraction(topology: Topology, rounds: int | None = None) -> float:
-    """Return the factor by which a round reduces the expected consensus distance in the slowest mode, without
-    gradients.
-
-    Equation::
-
-        max eigenvalue of  mean_k T_k T_k^T  orthogonal to the mean
-
-    With X `[P, L]` the deviations from the mean, a round changes |X|^2 to |X T_k|^2 = trace(X T_k T_k^T X^T). With
-    factor 0 learners agree after one round, with 1 never. If rounds are drawn independently, the factors of successive
-    rounds multiply. The rounds of `exponential` are not independent: together they contract far more than the product
-    of their factors (`mixing_product`).
-
-    Args:
-        topology: The pattern.
-        rounds: The number of rounds to average over. None uses one period of a pattern that repeats, which is exact, or
-            1024 rounds of a random one, a slight overestimate that grows with L.
-    """
-    count = (topology.period or _ROUNDS_AVERAGED) if rounds is None else rounds
-    if count < 1:
-        raise ValueError(f"{count} rounds: an average needs at least 1")
-    total = np.zeros((topology.world, topology.world))
-    for k in range(count):
-        mixing = topology.matrix(k)
-        total += mixing @ mixing.T
-    return float(max(0.0, np.linalg.eigvalsh(total / count - complete(topology.world)).max()))
-
-
 def acceleration_constants(mixing: Matrix) -> tuple[float, float]:
     """The constants of A2CiD2, eta per round and alpha~, for averaging with the same neighbours in each round.
 
@@ -548,7 +517,8 @@ def acceleration_constants(mixing: Matrix) -> tuple[float, float]:
 
 
 def accelerated_contraction(mixing: Matrix, rate: float, step: float) -> float:
-    """`expected_contraction` of averaging with the same symmetric matrix in each round, accelerated by A2CiD2.
+    """Return the factor by which a round of A2CiD2, with the same symmetric matrix in each round, reduces the squared
+    distance of the learners in the slowest mode, without gradients.
 
     Equation, with r the modulus of the largest eigenvalue of these matrices, one for each eigenvalue 1 - m of T except
     the mean's; c = (1 - exp(-2 eta)) / 2; and b = 2 alpha~ - 1::

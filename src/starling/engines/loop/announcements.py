@@ -116,7 +116,7 @@ class AnnouncementListener(threading.Thread):
             for number in count():
                 rank, what, word = json.loads(self._own.get(f"announced/{number}"))
                 self._hear(number, rank, what, word)
-                if self.is_over:
+                if self.is_over or self.failed:
                     return
         except BaseException as error:
             self._on_error(error)

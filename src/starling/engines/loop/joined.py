@@ -323,9 +323,9 @@ class JoinedLearner(AbstractContextManager["JoinedLearner"]):
     def _at_exit(self) -> None:
         """End a process whose learner has not closed. Otherwise, torch would wait for its process groups, and Python
         would abort when one of their threads wakes up. A learner that has finished, or that was attached, is closed."""
-        if self._is_in_child:
-            return
         error, learner = getattr(sys, "last_value", None), self._life.learner
+        if self._is_in_child or (error is None and self._is_closed and learner.has_left()):
+            return  # after an error that was caught, the exit code is the program's own
         is_attached = self._hooks.is_attached and (learner.survives or learner.release.error is None)
         if error is None and not self._is_closed and (is_attached or self._run.final is not None):
             try:

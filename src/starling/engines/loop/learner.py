@@ -297,6 +297,9 @@ class LoopLearner(ConnectedLearner):
         self._coroutine.close()
         self.replica.strategy_state = beyond_membership(self.replica.strategy_state)
 
+    def has_left(self) -> bool:
+        return super().has_left() and not (self._listener is not None and self._listener.is_alive())
+
     def fail(self, error: BaseException) -> None:
         super().fail(error)
         self.begun.set()
@@ -307,6 +310,7 @@ class LoopLearner(ConnectedLearner):
         """Notify the other learners that this learner ends without having closed."""
         if self._listener is not None:
             self._listener.announce("failed", [isinstance(error, PeerLost), one_line(error)])
+            self._listener.join(1.0)  # it hears of it too; torch would report a connection that is cut while it waits
 
     def finish(self, is_final_wanted: bool) -> None:
         """Run the strategy to its end once all learners have made their last steps. If any learner wants the consensus

@@ -109,8 +109,7 @@ class LoopLife:
                 self._run.record.close()
 
     def abandon(self, error: BaseException | None) -> None:
-        """Notify the other learners, and leave without waiting for them. Connections stay open, because threads may be
-        waiting in them."""
+        """Notify the other learners, and leave without waiting for them. The process may join other learners later."""
         self._is_over = True
         unclosed = ProtocolError(f"learner {self._root.rank} ended without close()")
         self.learner.fail(error or unclosed)
@@ -118,6 +117,8 @@ class LoopLife:
         if not self._feed.is_watched:
             with suppress(DistError):  # the store may be gone as well
                 self.learner.announce_failure(error)
+        self._stack.__exit__(type(unclosed), unclosed, None)  # an error cuts connections in which threads wait
+        self.learner.leave()
 
     # implementation
 

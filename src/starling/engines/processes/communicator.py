@@ -113,7 +113,7 @@ class ConnectedLearner(ReplicaLearner):
         self._staging = Staging(self._device, self.workers["starling-staging"])
         self._background: threading.Thread | None = None
         """The thread of the learner's second coroutine."""
-        self._own_messages: dict[int, SimpleQueue[Callable[[], Tensor]]] = defaultdict(SimpleQueue)
+        self._own_messages: dict[int, SimpleQueue[Callable[[], Any]]] = defaultdict(SimpleQueue)
         with self.naming_the_lost("linking the learners of this machine"):
             # the waits of the membership name whole ranks
             in_row = peers if place.num_rows == 1 else replace(peers, place=place, waits=Waits())
@@ -459,10 +459,17 @@ class ConnectedLearner(ReplicaLearner):
     def leave(self) -> None:
         """Stop communicating without completing pending work. The caller must have cut the connections."""
         self.fail(MembershipChanged(self.peers.feed.latest))
+        for messages in list(self._own_messages.values()):
+            messages.put(self.release.check)  # raises where a thread waits for the learner's own server
         if self._background is not None:
             self._background.join(LONGEST_LEAVE_SECONDS)
         self.workers.abandon()
         self._links.close()
+
+    def has_left(self) -> bool:
+        """Whether all threads have ended."""
+        threads = (self._background, *(worker.thread for worker in self.workers.values()))
+        return not any(thread and thread.is_alive() for thread in threads)
 
     def wait_for(self, what: str, wait: Callable[[], T], peer: int | None = None, in_this_thread: bool = False) -> T:
         """Wait for the sync group or one peer. If the wait fails, the error names the lost learners."""

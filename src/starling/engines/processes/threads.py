@@ -57,12 +57,12 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._tasks: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def submit(self, task: Callable[[], T]) -> "Future[T]":
         """Run `task` after all earlier tasks."""
-        if self._thread.ident is None:
-            self._thread.start()
+        if self.thread.ident is None:
+            self.thread.start()
         future: Future[T] = Future()
         self._tasks.put((task, future))
         return future
@@ -77,8 +77,8 @@ class Worker:
     def close(self, seconds: float | None = None) -> None:
         """Finish the current task, waiting at most `seconds` for it, drop the other tasks, and end the thread."""
         self.abandon()
-        if self._thread.ident is not None:
-            self._thread.join(seconds)
+        if self.thread.ident is not None:
+            self.thread.join(seconds)
 
     def _run(self) -> None:
         while (given := self._tasks.get()) is not None:
