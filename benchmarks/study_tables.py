@@ -26,6 +26,10 @@ STRAGGLERS = ("allreduce", "delay-by-one", "dpsgd", "adpsgd", "ring", "server")
 SLOWNESS = ("equal", "slow-2", "slow-10", "slow-100")
 EARLY_LOSS, LOSS = 2.0, 1.4
 """The target losses of the studies of stragglers and of speed-up, in nats per frame."""
+NEAR_CONVERGENCE = (1.5, 1.0, 0.9)
+"""The losses in the study of summed updates, in nats per frame."""
+NEAR = 2.0
+"""Points of word error rate above the best rate's, within which a rate of the study of tuning counts as good."""
 SPEED_UP: Mapping[str, str] = {
     "allreduce": "`allreduce`",
     "dpsgd": "`dpsgd`, random order",
@@ -37,6 +41,15 @@ SPEED_UP: Mapping[str, str] = {
     "diloco": "`diloco`, every 16",
 }
 """The arms of the study of speed-up."""
+
+
+EQUAL_STEPS: Mapping[str, str] = {
+    "allreduce": "`allreduce`",
+    "noise": "`allreduce` with noise",
+    "delay-by-one": "`delay-by-one`",
+    "random": "`adpsgd`, random order",
+}
+"""The arms of the study of large batches at equal steps."""
 
 
 def cells(study: str) -> list[CellResult]:
@@ -180,6 +193,79 @@ def _score(found: Sequence[CellResult], arm: str) -> str:
     return "—" if score is None else text_of(score)
 
 
+def tuning(found: Sequence[CellResult]) -> list[list[str]]:
+    """Validation errors by learning rate, for each optimizer; and over how many rates they are near the smallest."""
+    networks, tables, summary = sorted({each.cell.setting for each in found}), [], []
+    for arm in ("adam", "nesterov"):
+        own = [each for each in found if each.cell.arm == arm]
+        errors = {network: rate_errors([each for each in own if each.cell.setting == network]) for network in networks}
+        rows = [[f"{rate:g}", *(text_of(each[rate]) for each in errors.values())] for rate in errors[networks[0]]]
+        tables.append(_table([f"rate of {arm}", *(f"`{network}`" for network in networks)], rows))
+        for network, by_rate in errors.items():
+            best = min(by_rate, key=lambda rate: by_rate[rate].mean)
+            near = [rate for rate, error in by_rate.items() if error.mean <= by_rate[best].mean + NEAR]
+            at_best = [each for each in own if (each.cell.setting, each.cell.rate) == (network, best)]
+            test = estimate([each.test for each in at_best if each.test is not None])
+            summary.append(
+                [f"`{network}`", arm, f"{best:g}", text_of(test), f"{len(near)} ({near[0]:g} to {near[-1]:g})"]
+            )
+    titles = ["network", "optimizer", "best rate", "test WER, %", f"rates within {NEAR:g} points"]
+    return [_table(titles, sorted(summary)), *tables]
+
+
+def rate_errors(found: Sequence[CellResult]) -> dict[float, Estimate]:
+    """The validation error of each rate, in per cent; 100 for a run whose numbers stopped being finite."""
+    rates = sorted({each.cell.rate for each in found})
+    costs = [(each.cell.rate, 100.0 if each.diverged else each.valid or 0.0) for each in found]
+    return {rate: estimate([cost for at, cost in costs if at == rate]) for rate in rates}
+
+
+def summed(found: Sequence[CellResult]) -> list[list[str]]:
+    """Simulated seconds to three losses, the last loss and the test error, by arm and rate."""
+    rows = []
+    for arm in ("synchronous", "asynchronous", "summed"):
+        for rate in _rates(found, arm):
+            own = [each for each in found if (each.cell.arm, each.cell.rate) == (arm, rate)]
+            times = [[point.seconds for point in reached(target, own).values()] for target in NEAR_CONVERGENCE]
+            scores = [each.test for each in own if each.test is not None]
+            last = [each.curve[-1].loss for each in own]
+            figures = [text_of(estimate(each)) if each else "—" for each in (*times, last, scores)]
+            rows.append([f"`{arm}`", f"{rate:g}", *figures])
+    times_to = [f"seconds to {target:g}" for target in NEAR_CONVERGENCE]
+    return [_table(["arm", "rate", *times_to, "last loss", "test WER, %"], rows)]
+
+
+def equal_steps(found: Sequence[CellResult]) -> list[list[str]]:
+    """Loss and errors by global batch and arm, each at the rate with the lowest validation error."""
+    rows = []
+    for batch in sorted({each.cell.setting for each in found}, key=batch_of):
+        for arm, name in EQUAL_STEPS.items():
+            own = [each for each in found if (each.cell.arm, each.cell.setting) == (arm, batch)]
+            if own:
+                name = "one learner" if batch.startswith("one") else name
+                rows.append([str(batch_of(batch)), name, *_at_best(own)])
+    titles = ["batch", "arm", "rate", "last loss", "validation WER, %", "test WER, %"]
+    return [_table(titles, rows)]
+
+
+def batch_of(setting: str) -> int:
+    """The global batch of a setting of the study of large batches, such as `batch-256`."""
+    return int(setting.rpartition("-")[2])
+
+
+def _at_best(found: Sequence[CellResult]) -> list[str]:
+    """The best rate, with `!` at an end of its grid, and the figures at this rate."""
+    errors = rate_errors(found)
+    best = min(errors, key=lambda rate: errors[rate].mean)
+    own = [each for each in found if each.cell.rate == best]
+    losses, scores = (
+        [each.loss for each in own if each.loss is not None],
+        [each.test for each in own if each.test is not None],
+    )
+    rate = f"{best:g}" + "!" * (best in (min(errors), max(errors)))
+    return [rate, text_of(estimate(losses)), text_of(errors[best]), text_of(estimate(scores))]
+
+
 def data_needs(found: Sequence[CellResult]) -> list[dict[str, Any]]:
     """The mini-batches that each strategy needs for `EARLY_LOSS`, relative to one learner, by number of learners: the
     mean over seeds, and the ends of its interval, of which the lower is at least half the smallest ratio."""
@@ -205,6 +291,8 @@ def _named(strategy: str | dict[str, Any]) -> dict[str, Any]:
 TABLES: Mapping[str, Callable[[Sequence[CellResult]], list[list[str]]]] = {
     "stragglers": stragglers,
     "speed-up": speed_up,
+    "tuning": tuning,
+    "summed": summed,
 }
 """Functions that return the tables of a page, each a list of lines."""
 

@@ -1,7 +1,7 @@
 """Pictures of studies, from what `starling compare` kept of them.
 
 `python docs/pictures/studies.py stragglers exp/stragglers FILE.svg`, and so with `topology` and `large-batches`. For
-`speed-up`, the folder is docs/results/speed-up, which has the cells.
+`speed-up`, `tuning` and `summed`, the folder is that of the study in docs/results, which has the cells.
 """
 
 import json
@@ -14,7 +14,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from benchmarks.study_cells import read
-from benchmarks.study_tables import EARLY_LOSS, LOSS, SPEED_UP, fastest
+from benchmarks.study_tables import EARLY_LOSS, LOSS, SPEED_UP, fastest, rate_errors
 from starling.comparing.grid import CellResult
 from starling.topology import PATTERNS, distance_of_noise
 
@@ -143,6 +143,45 @@ def speed_up(cells: Sequence[CellResult]) -> Figure:
     return figure
 
 
+def tuning(cells: Sequence[CellResult]) -> Figure:
+    """Validation error of two optimizers against the learning rate, in multiples of the best; a panel per network."""
+    figure = Figure(figsize=(7.4, 3.2), layout="constrained")
+    networks = sorted({each.cell.setting for each in cells})
+    panels = figure.subplots(1, len(networks), sharey=True)
+    for axes, network in zip(panels, networks, strict=True):
+        for arm, colour in (("adam", "#d55e00"), ("nesterov", "#0072b2")):
+            errors = rate_errors([each for each in cells if (each.cell.setting, each.cell.arm) == (network, arm)])
+            best = min(errors, key=lambda rate: errors[rate].mean)
+            means = [each.mean for each in errors.values()]
+            label = f"{arm}, best at {best:g}"
+            axes.loglog([rate / best for rate in errors], means, "o-", color=colour, markersize=3, label=label)
+        axes.set(xlabel="learning rate / best rate", title=network)
+        axes.legend(frameon=False, fontsize=8)
+    panels[0].set_ylabel("validation WER, %")
+    return figure
+
+
+def summed(cells: Sequence[CellResult]) -> Figure:
+    """Training loss against simulated seconds, each arm at its fastest rate, with a thin line for each seed."""
+    figure = Figure(figsize=(7.4, 3.4), layout="constrained")
+    axes = figure.subplots()
+    for arm, colour in (("synchronous", "#000000"), ("asynchronous", "#d55e00"), ("summed", "#0072b2")):
+        best = fastest(cells, arm, 1.0)
+        own = [each for each in cells if best and (each.cell.arm, each.cell.rate) == (arm, best.rate)]
+        for number, each in enumerate(own):
+            points = [(point.seconds, point.loss) for point in each.curve]
+            label = None if number else f"{arm}, rate {each.cell.rate:g}"
+            axes.semilogy(*zip(*points, strict=True), color=colour, linewidth=0.9, label=label)
+    axes.set(xlabel="simulated seconds", ylabel="training loss, nats per frame")
+    axes.legend(frameon=False)
+    return figure
+
+
+OF_CELLS: dict[str, Callable[[Sequence[CellResult]], Figure]] = {
+    "speed-up": speed_up,
+    "tuning": tuning,
+    "summed": summed,
+}
 DRAWINGS: dict[str, Callable[[Rows], Figure]] = {
     "stragglers": stragglers,
     "topology": topology,
@@ -154,8 +193,8 @@ def main() -> None:
     """Draw what the arguments name."""
     study, folder, file = sys.argv[1:]
     with mpl.rc_context({"svg.hashsalt": "starling", "svg.fonttype": "none", "font.size": 9}):
-        if study == "speed-up":
-            figure = speed_up(read(Path(folder) / "cells.jsonl"))
+        if study in OF_CELLS:
+            figure = OF_CELLS[study](read(Path(folder) / "cells.jsonl"))
         else:
             figure = DRAWINGS[study](json.loads((Path(folder) / "results.json").read_text(encoding="utf-8"))["rows"])
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
