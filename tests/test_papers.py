@@ -71,7 +71,10 @@ def test_commands_name_recipes_and_modules_that_exist() -> None:
     """Of `starling compare RECIPE`, `python -m benchmarks.NAME` and tests."""
     for claim in CLAIMS:
         for folder, name, suffix in (
-            *(("recipes", each, ".yaml") for each in re.findall(r"starling (?:compare|storm) (\w+)(?!.*/)", claim["command"])),
+            *(
+                ("recipes", each, ".yaml")
+                for each in re.findall(r"starling (?:compare|storm) (\w+)(?!.*/)", claim["command"])
+            ),
             *(("benchmarks", each, ".yaml") for each in re.findall(r"compare benchmarks/(\w+)", claim["command"])),
             *(("benchmarks", each, ".py") for each in re.findall(r"-m benchmarks\.(\w+)", claim["command"])),
             *(("tests", each, ".py") for each in re.findall(r"tests/(\w+)\.py", claim["command"])),

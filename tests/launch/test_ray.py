@@ -116,11 +116,13 @@ def shown(experiment: Path) -> str:
     return output.file.getvalue()
 
 
-def assert_all_seen_once(experiment: Path) -> None:
+def assert_all_seen_once(experiment: Path, most_beyond: int = 0) -> None:
+    """All mini-batches of the budget, and at most so many beyond it: learners in step end with a whole step."""
     manifest = load(latest(experiment)).manifest
-    assert manifest.position.num_done == EPOCHS * BATCHES
+    number = manifest.position.num_done
+    assert 0 <= number - EPOCHS * BATCHES <= most_beyond
     seen = Counter(sight.ticket.step for sight in read_seen(experiment / "seen", manifest.position))
-    assert seen == Counter(range(EPOCHS * BATCHES))
+    assert seen == Counter(range(number))
 
 
 def test_a_lost_node_s_learner_comes_back_on_a_new_node_and_everything_is_seen_once(
@@ -217,7 +219,7 @@ def test_the_learners_on_other_nodes_survive_a_lost_node(
     assert len(status.losses) == 2 or (isinstance(strategy, dict) and status.losses)
     run.end()
     assert run.error is None, run.said.getvalue()
-    assert_all_seen_once(run.experiment)
+    assert_all_seen_once(run.experiment, most_beyond=1)  # two are left, perhaps with an odd number of mini-batches
 
 
 @pytest.mark.soak
