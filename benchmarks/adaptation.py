@@ -1,10 +1,12 @@
 """Adapting a model to a new speaker with a tenth of the speaker's recordings, beside training anew on all of them.
 
     python -m benchmarks.adaptation FOLDER FILE.jsonl [--speakers NAME ...] [--seeds NUMBER ...]
+    python -m benchmarks.adaptation --table
 
 For each speaker of the digits and each seed, four models are trained in FOLDER: on the five other speakers; on a tenth
 of the speaker's recordings, starting from the first model; on that tenth alone; and on all recordings of all six. Each
 is scored on the speaker's test recordings. Each run's result is appended to FILE.jsonl; runs that it has are skipped.
+`--table` prints the table of docs/adapting.md.
 """
 
 import argparse
@@ -19,6 +21,8 @@ from typing import Any
 import yaml
 
 from benchmarks.small_corpora import DATA
+from benchmarks.study_tables import text_of
+from starling.comparing.table import estimate
 
 ROOT = Path(__file__).parents[1]
 SPEAKERS = ("george", "jackson", "lucas", "nicolas", "theo", "yweweler")
@@ -32,6 +36,20 @@ ARMS = {
     "tenth": ("data.train=tenth", "budget.epochs=32"),
     "all": ("data.train=all",),
 }
+
+
+TITLES = {
+    "others": "five others, unchanged",
+    "adapted": "five others, adapted with a tenth",
+    "tenth": "the tenth alone",
+    "all": "all data, anew",
+}
+RESULTS = ROOT / "docs" / "results" / "adaptation" / "runs.jsonl"
+
+
+def read() -> list[dict[str, Any]]:
+    """The runs that docs/adapting.md reports."""
+    return [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
 
 
 def tenth(speaker: str) -> list[str]:
@@ -74,14 +92,37 @@ def train(folder: Path, recipe: Path, speaker: str, arm: str, seed: int) -> dict
     return {"speaker": speaker, "arm": arm, "seed": seed, "errors": int(errors), "words": int(words)}
 
 
+def table(runs: Sequence[dict[str, Any]]) -> str:
+    """The word error rates in per cent by speaker and arm, over all seeds; and means over speakers with intervals."""
+    speakers = dict.fromkeys(each["speaker"] for each in runs)
+    rates = {arm: [_rate(runs, speaker, arm) for speaker in speakers] for arm in ARMS}
+    lines = [f"| speaker | {' | '.join(TITLES[arm] for arm in ARMS)} |", "|---|" + "---|" * len(ARMS)]
+    for number, speaker in enumerate(speakers):
+        lines.append(f"| {speaker} | {' | '.join(f'{rates[arm][number]:.1f}' for arm in ARMS)} |")
+    lines.append(f"| mean | {' | '.join(text_of(estimate(each), 1) for each in rates.values())} |")
+    return "\n".join(lines)
+
+
+def _rate(runs: Sequence[dict[str, Any]], speaker: str, arm: str) -> float:
+    own = [each for each in runs if (each["speaker"], each["arm"]) == (speaker, arm)]
+    errors, words = (sum(int(each[key]) for each in own) for key in ("errors", "words"))
+    return 100.0 * errors / words
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("results", type=Path)
+    parser.add_argument("folder", type=Path, nargs="?")
+    parser.add_argument("results", type=Path, nargs="?")
+    parser.add_argument("--table", action="store_true")
     parser.add_argument("--speakers", nargs="+", choices=SPEAKERS, default=SPEAKERS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--data", type=Path, default=DATA)
     given = parser.parse_args(arguments)
+    if given.table:
+        print(table(read()))
+        return
+    if given.folder is None or given.results is None:
+        parser.error("name a folder and a file of results")
     given.folder.mkdir(parents=True, exist_ok=True)
     lines = given.results.read_text(encoding="utf-8").splitlines() if given.results.exists() else []
     done = {(each["speaker"], each["arm"], each["seed"]) for each in map(json.loads, lines)}

@@ -253,15 +253,21 @@ def batch_of(setting: str) -> int:
     return int(setting.rpartition("-")[2])
 
 
+def at_best(found: Sequence[CellResult]) -> list[CellResult]:
+    """The runs at the rate with the lowest mean error on the validation set."""
+    errors = rate_errors(found)
+    best = min(errors, key=lambda rate: errors[rate].mean, default=None)
+    return [each for each in found if each.cell.rate == best]
+
+
 def _at_best(found: Sequence[CellResult]) -> list[str]:
     """The best rate, with `!` at an end of its grid, and the figures at this rate."""
-    errors = rate_errors(found)
-    best = min(errors, key=lambda rate: errors[rate].mean)
-    own = [each for each in found if each.cell.rate == best]
+    errors, own = rate_errors(found), at_best(found)
     losses, scores = (
         [each.loss for each in own if each.loss is not None],
         [each.test for each in own if each.test is not None],
     )
+    best = own[0].cell.rate
     rate = f"{best:g}" + "!" * (best in (min(errors), max(errors)))
     return [rate, text_of(estimate(losses)), text_of(errors[best]), text_of(estimate(scores))]
 

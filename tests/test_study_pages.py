@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import by_nodes
+from benchmarks import adaptation, by_nodes
 from benchmarks.study_tables import PLAN, RESULTS, TABLES, cells, data_needs
 
 
@@ -28,3 +28,14 @@ def test_pictures_of_studies_exist() -> None:
 def test_the_map_of_nodes_is_that_of_its_file() -> None:
     found = json.loads(by_nodes.RESULTS.read_text(encoding="utf-8"))
     assert by_nodes.tables(found) in (RESULTS / "topology.md").read_text(encoding="utf-8")
+
+
+def test_the_table_of_adaptation_is_that_of_its_runs() -> None:
+    page = (RESULTS.parent / "adapting.md").read_text(encoding="utf-8")
+    assert adaptation.table(adaptation.read()) in page
+
+
+def test_a_tenth_is_a_tenth() -> None:
+    chosen = adaptation.tenth("theo")
+    assert len(chosen) == len(set(chosen)) == 45
+    assert {each[0] for each in chosen} == set("0123456789")

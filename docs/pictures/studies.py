@@ -8,13 +8,14 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from benchmarks.study_cells import read
-from benchmarks.study_tables import EARLY_LOSS, LOSS, SPEED_UP, fastest, rate_errors
+from benchmarks.study_tables import EARLY_LOSS, EQUAL_STEPS, LOSS, SPEED_UP, at_best, batch_of, fastest, rate_errors
 from starling.comparing.grid import CellResult
 from starling.topology import PATTERNS, distance_of_noise
 
@@ -32,6 +33,7 @@ COLOURS = {
 }
 STEPS = 100
 """Of each learner in the study of topologies."""
+STEPS_OF_LARGE_BATCHES = 209
 
 Rows = list[dict[str, Any]]
 
@@ -174,6 +176,28 @@ def summed(cells: Sequence[CellResult]) -> Figure:
             axes.semilogy(*zip(*points, strict=True), color=colour, linewidth=0.9, label=label)
     axes.set(xlabel="simulated seconds", ylabel="training loss, nats per frame")
     axes.legend(frameon=False)
+    return figure
+
+
+def equal_steps(cells: Sequence[CellResult]) -> Figure:
+    """Training loss against steps, means over seeds at the rate with the best validation; a panel for each batch."""
+    figure = Figure(figsize=(7.4, 5.4), layout="constrained")
+    settings = sorted({each.cell.setting for each in cells}, key=batch_of)
+    panels = figure.subplots(2, 2, sharex=True, sharey=True).flat
+    for axes, setting in zip(panels, [each for each in settings if not each.startswith("one")], strict=True):
+        lines = [(setting, arm, name.replace("`", "")) for arm, name in EQUAL_STEPS.items()]
+        lines += [(each, "allreduce", "one learner, batch of 64") for each in settings if each.startswith("one")]
+        for number, (batch, arm, name) in enumerate(lines):
+            if own := at_best([each for each in cells if (each.cell.setting, each.cell.arm) == (batch, arm)]):
+                curves = [[point.loss for point in each.curve] for each in own]
+                steps = [point.share * STEPS_OF_LARGE_BATCHES for point in own[0].curve]
+                style = {"linewidth": 1.1, "color": mpl.colormaps["tab10"](number)}
+                axes.semilogy(steps, [fmean(each) for each in zip(*curves, strict=True)], label=name, **style)
+        axes.set_title(f"batch of {batch_of(setting)}", fontsize=9)
+    for axes in panels:
+        axes.set_xlabel("steps")
+    figure.supylabel("training loss, nats per frame", fontsize=9)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
     return figure
 
 
