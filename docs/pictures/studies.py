@@ -197,7 +197,7 @@ def equal_steps(cells: Sequence[CellResult]) -> Figure:
     for axes in panels:
         axes.set_xlabel("steps")
     figure.supylabel("training loss, nats per frame", fontsize=9)
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     return figure
 
 
