@@ -1,4 +1,4 @@
-"""Adapting a model to a new speaker with a tenth of the speaker's recordings, beside training anew on all of them.
+"""Adapting a model to a new speaker with a tenth of the recordings, beside training from scratch on all of them.
 
     python -m benchmarks.adaptation FOLDER FILE.jsonl [--speakers NAME ...] [--seeds NUMBER ...]
     python -m benchmarks.adaptation --table
@@ -39,10 +39,10 @@ ARMS = {
 
 
 TITLES = {
-    "others": "five others, unchanged",
-    "adapted": "five others, adapted with a tenth",
-    "tenth": "the tenth alone",
-    "all": "all data, anew",
+    "others": "trained on the other five",
+    "adapted": "adapted with a tenth",
+    "tenth": "trained on the tenth only",
+    "all": "trained on all data",
 }
 RESULTS = ROOT / "docs" / "results" / "adaptation" / "runs.jsonl"
 
