@@ -299,6 +299,7 @@ TABLES: Mapping[str, Callable[[Sequence[CellResult]], list[list[str]]]] = {
     "speed-up": speed_up,
     "tuning": tuning,
     "summed": summed,
+    "equal-steps": equal_steps,
 }
 """Functions that return the tables of a page, each a list of lines."""
 

@@ -183,7 +183,7 @@ def equal_steps(cells: Sequence[CellResult]) -> Figure:
     """Training loss against steps, means over seeds at the rate with the best validation; a panel for each batch."""
     figure = Figure(figsize=(7.4, 5.4), layout="constrained")
     settings = sorted({each.cell.setting for each in cells}, key=batch_of)
-    panels = figure.subplots(2, 2, sharex=True, sharey=True).flat
+    panels = list(figure.subplots(2, 2, sharex=True, sharey=True).flat)
     for axes, setting in zip(panels, [each for each in settings if not each.startswith("one")], strict=True):
         lines = [(setting, arm, name.replace("`", "")) for arm, name in EQUAL_STEPS.items()]
         lines += [(each, "allreduce", "one learner, batch of 64") for each in settings if each.startswith("one")]
@@ -194,7 +194,9 @@ def equal_steps(cells: Sequence[CellResult]) -> Figure:
                 style = {"linewidth": 1.1, "color": mpl.colormaps["tab10"](number)}
                 axes.semilogy(steps, [fmean(each) for each in zip(*curves, strict=True)], label=name, **style)
         axes.set_title(f"batch of {batch_of(setting)}", fontsize=9)
-    for axes in panels:
+        axes.set_yticks(losses := [0.8, 1, 1.5, 2, 3, 4], [f"{each:g}" for each in losses])
+        axes.set_yticks([], minor=True)
+    for axes in panels[2:]:
         axes.set_xlabel("steps")
     figure.supylabel("training loss, nats per frame", fontsize=9)
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
@@ -205,6 +207,7 @@ OF_CELLS: dict[str, Callable[[Sequence[CellResult]], Figure]] = {
     "speed-up": speed_up,
     "tuning": tuning,
     "summed": summed,
+    "equal-steps": equal_steps,
 }
 DRAWINGS: dict[str, Callable[[Rows], Figure]] = {
     "stragglers": stragglers,
