@@ -15,8 +15,8 @@ from types import FrameType
 from typing import Any
 
 FIRST, LAST = 3, 11
-OPTIMIZERS, SCHEDULERS = "/torch/optim/", "lr_scheduler.py"
-"""Names in the paths of files whose methods `step` are those of optimizers, and of one whose are not."""
+STEP = "Optimizer.profile_hook_step.<locals>.wrapper"
+"""The name of torch's wrapper around the step of every optimizer."""
 IN = ("src", "site-packages")
 """Names of folders that contain the package."""
 
@@ -40,8 +40,7 @@ class Tracer:
         if event != "call" or self._num_steps == LAST:
             return
         code = frame.f_code
-        is_step = code.co_name == "step" and OPTIMIZERS in code.co_filename
-        if is_step and not code.co_filename.endswith(SCHEDULERS):
+        if code.co_qualname == STEP and code.co_filename.endswith("torch/optim/optimizer.py"):
             self._num_steps += 1
             if self._num_steps > FIRST:
                 self._end()

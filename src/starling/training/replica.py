@@ -9,14 +9,11 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from inspect import unwrap
 from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
-from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim import Optimizer
 
 from starling.checkpoint.state import name_of_state
 from starling.errors import ConfigError, NonFiniteError, ProtocolError
@@ -28,10 +25,6 @@ from starling.training.streams import lock_for
 
 NEVER_NEGATIVE = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta"}
 """Names of sums and averages of squares. Adding a delta computed from an older value could make them negative."""
-
-BARE_STEPS: dict[type[Optimizer], Any] = {each: unwrap(each.step) for each in (SGD, Adam, AdamW)}
-"""The `step` of torch's usual optimizers without what torch wraps around it."""
-GLOBAL_HOOKS = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
 
 
 @contextmanager
@@ -47,20 +40,6 @@ def in_turn(order: Order, locks: Sequence[AbstractContextManager[Any]]) -> Gener
         else:  # there is no background
             order.num_used[0] += 1
         yield
-
-
-def make_step(optimizer: Optimizer) -> None:
-    """Make a step of `optimizer`.
-
-    Torch wraps an optimizer's `step` for its profiler, for hooks and for its compiler. These wrappers take longer than
-    the step of a small model, so they are left out where they do nothing.
-    """
-    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, "step" in vars(optimizer)
-    if (step := BARE_STEPS.get(type(optimizer))) is None or _profiler_enabled() or any((*own, *GLOBAL_HOOKS)):
-        optimizer.step()
-        return
-    with torch.set_grad_enabled(optimizer.defaults["differentiable"]):
-        step(optimizer)
 
 
 class Replica:
@@ -92,6 +71,9 @@ class Replica:
         self._sum_over_island = sum_over_island
         self._make_optimizer = make_optimizer
         self.optimizer = make_optimizer(parameters)
+        self.fast_step: Callable[[], object] | None = None
+        """Function that does the same as the optimizer's `step` in less time and is called in its place; None if there
+        is no such function."""
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
         self._memory: OptimizerMemory | None = None
         self.strategy_state: dict[str, Tensor] = {}
@@ -124,7 +106,7 @@ class Replica:
             for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
                 group["lr"] = peak * learning_rate_factor
             with self._as_parameter_gradients(gradient):
-                make_step(self.optimizer)
+                (self.fast_step or self.optimizer.step)()
             self.version += 1
             return True
 

@@ -10,17 +10,20 @@ different order.
 import copy
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from inspect import unwrap
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from starling.engines.virtual.computation import Loss, Member, RealGradients
 from starling.training.flat import NO_GRADIENT
 from starling.training.job import Job
-from starling.training.replica import BARE_STEPS, Replica
+from starling.training.replica import Replica
 
 MOST_STACKED_BYTES = 2**28
 """Largest size of stacked weights in bytes. If the weights of all learners are larger, they are computed in several
@@ -156,13 +159,18 @@ def _step_fast(replica: Replica) -> None:
     setting.
 
     Steps agree up to rounding. Saved states do not contain this setting, so that other engines can choose their own.
+    Torch wraps a step for its profiler and its compiler. These wrappers take longer than the step of a small model, so
+    they are left out where they do nothing.
     """
-    optimizer, groups = replica.optimizer, replica.optimizer.param_groups
-    if type(optimizer) not in BARE_STEPS:
+    optimizer = replica.optimizer
+    if type(optimizer) not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
         return
-    if any(each["fused"] is not None or each["foreach"] is not None or each["differentiable"] for each in groups):
+    if any(
+        group["fused"] is not None or group["foreach"] is not None or group["differentiable"]
+        for group in optimizer.param_groups
+    ):
         return
-    if any(parameter.device.type != "cpu" for group in groups for parameter in group["params"]):
+    if any(parameter.device.type != "cpu" for group in optimizer.param_groups for parameter in group["params"]):
         return  # by default, torch makes one call on these devices
 
     def use(optimizer: Optimizer) -> None:
@@ -176,6 +184,14 @@ def _step_fast(replica: Replica) -> None:
     use(optimizer)
     optimizer.register_load_state_dict_post_hook(use)
     optimizer.register_state_dict_post_hook(hide)
+    if not _has_hooks(optimizer):
+        replica.fast_step = torch.no_grad()(partial(unwrap(type(optimizer).step), optimizer))
+
+
+def _has_hooks(optimizer: Optimizer) -> bool:
+    """Return whether any hook is called before, after or in place of a step."""
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks, "step" in vars(optimizer)))
 
 
 class _LossOf(nn.Module):
